@@ -1,0 +1,219 @@
+"""The atom of every layout: an n-dimensional affine copy.
+
+A ``SliceCopy`` says that for every multi-index ``i`` inside ``shape`` the parameter element at flat index
+``target.start + sum(i * target.strides)`` holds checkpoint element ``source.start + sum(i * source.strides)``.
+A transpose is nothing but another stride order, a broadcast is a source stride of 0.
+
+>>> piece = SliceCopy(Strided(1, (2, 3), (3, 1)), Strided(0, (2, 3), (1, 2)))   # a (2, 3) tensor, transposed
+>>> piece.source.indices().tolist(), piece.target.indices().tolist()
+([[1, 2, 3], [4, 5, 6]], [[0, 2, 4], [1, 3, 5]])
+
+``CopyTable`` is many of them in one integer array, which is what the fast code works on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from layout_algebra.dtypes import IdArray
+from layout_algebra.errors import MapError
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """An affine function from multi-indices to integers.
+
+    Attributes
+    ----------
+    start
+        Value at the origin.
+    shape
+        Extents, all >= 1.
+    strides
+        Step per axis, of any sign.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides) or any(extent < 1 for extent in self.shape):
+            raise MapError(f"{self.shape} with strides {self.strides}: expected one stride per extent, extents >= 1")
+
+    def indices(self) -> IdArray:
+        """Every value, as an int64 array of this shape: the definition."""
+        out = np.full(self.shape, self.start, dtype=np.int64)
+        for axis, (extent, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            steps = np.arange(extent, dtype=np.int64) * stride
+            out += steps.reshape([-1 if other == axis else 1 for other in range(len(self.shape))])
+        return out
+
+    def __str__(self) -> str:
+        axes = ",".join(f"{extent}:{stride}" for extent, stride in zip(self.shape, self.strides, strict=True))
+        return f"{self.start}+({axes})"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCopy:
+    """One affine copy from checkpoint ids (``source``) to flat parameter indices (``target``), of one shape."""
+
+    source: Strided
+    target: Strided
+
+    def __post_init__(self) -> None:
+        if self.source.shape != self.target.shape:
+            raise MapError(f"source shape {self.source.shape} differs from target shape {self.target.shape}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the copy."""
+        return self.source.shape
+
+    @property
+    def elements(self) -> int:
+        """Number of parameter elements written."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.target} <- {self.source}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTable:
+    """Slice copies of one parameter as an array, one row each.
+
+    Attributes
+    ----------
+    rows
+        int64, shape ``(n, 2 + 3 * axes)``: target start, source start, then (extent, target stride, source
+        stride) for every axis, outermost first. Unused axes have extent 1 and strides 0, and stand in front.
+    """
+
+    rows: IdArray
+
+    def __post_init__(self) -> None:
+        if self.rows.ndim != 2 or self.rows.shape[1] < 5 or (self.rows.shape[1] - 2) % 3:
+            raise MapError(f"a copy table of shape {self.rows.shape}: expected (n, 2 + 3 * axes), axes >= 1")
+        rows = np.ascontiguousarray(self.rows, dtype=np.int64)
+        rows.setflags(write=False)
+        object.__setattr__(self, "rows", rows)
+
+    @staticmethod
+    def empty() -> CopyTable:
+        """No copies at all."""
+        return CopyTable(np.empty((0, 5), dtype=np.int64))
+
+    @staticmethod
+    def of(copies: Iterable[SliceCopy]) -> CopyTable:
+        """The table of some slice copies, in their order."""
+        listed = tuple(copies)
+        axes = max([1, *(len(copy.shape) for copy in listed)])
+        rows = np.zeros((len(listed), 2 + 3 * axes), dtype=np.int64)
+        rows[:, 2::3] = 1
+        for row, copy in zip(rows, listed, strict=True):
+            row[:2] = copy.target.start, copy.source.start
+            used = len(copy.shape)
+            if used:
+                row[2 + 3 * (axes - used) :] = np.stack([copy.shape, copy.target.strides, copy.source.strides], 1).ravel()
+        return CopyTable(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def axes(self) -> int:
+        """Axes per row, unit axes included."""
+        return (self.rows.shape[1] - 2) // 3
+
+    @property
+    def target_starts(self) -> IdArray:
+        """Flat parameter index of every copy's origin."""
+        return self.rows[:, 0]
+
+    @property
+    def source_starts(self) -> IdArray:
+        """Element id of every copy's origin."""
+        return self.rows[:, 1]
+
+    @property
+    def extents(self) -> IdArray:
+        """Shape ``(n, axes)``."""
+        return self.rows[:, 2::3]
+
+    @property
+    def target_strides(self) -> IdArray:
+        """Shape ``(n, axes)``."""
+        return self.rows[:, 3::3]
+
+    @property
+    def source_strides(self) -> IdArray:
+        """Shape ``(n, axes)``."""
+        return self.rows[:, 4::3]
+
+    @property
+    def elements(self) -> IdArray:
+        """Elements written by every copy."""
+        return np.prod(self.extents, axis=1, dtype=np.int64)
+
+    def slice_copies(self) -> tuple[SliceCopy, ...]:
+        """The rows as values; unit axes are dropped."""
+        out = []
+        for row in self.rows.tolist():
+            axes = [(row[k], row[k + 1], row[k + 2]) for k in range(2, len(row), 3) if row[k] != 1]
+            shape = tuple(axis[0] for axis in axes)
+            target = Strided(row[0], shape, tuple(axis[1] for axis in axes))
+            out.append(SliceCopy(Strided(row[1], shape, tuple(axis[2] for axis in axes)), target))
+        return tuple(out)
+
+    def bounds(self, *, of: str) -> tuple[IdArray, IdArray]:
+        """Smallest and largest target index (``of="target"``) or id (``of="source"``) of every copy, inclusive."""
+        starts = self.target_starts if of == "target" else self.source_starts
+        strides = self.target_strides if of == "target" else self.source_strides
+        reach = (self.extents - 1) * strides
+        return starts + np.minimum(reach, 0).sum(axis=1), starts + np.maximum(reach, 0).sum(axis=1)
+
+    def expand(self, inner: IdArray) -> CopyTable:
+        """Unroll every axis but one: the same copies as one-dimensional rows.
+
+        Parameters
+        ----------
+        inner
+            For every row the axis to keep, or -1 to unroll all of them; shape ``(n,)``.
+
+        Returns
+        -------
+        CopyTable
+            With one axis; rows of one input row stay together, in row-major order of its unrolled axes.
+        """
+        rows, axes = self.rows, self.axes
+        index = np.arange(len(rows))
+        extents = self.extents.copy()
+        kept = np.zeros((len(rows), 3), dtype=np.int64)
+        kept[:, 0] = 1
+        has = inner >= 0
+        for column in range(3):
+            kept[has, column] = rows[index[has], 2 + 3 * inner[has] + column]
+        extents[index[has], inner[has]] = 1
+        repeats = np.prod(extents, axis=1, dtype=np.int64)
+        of_row = np.repeat(index, repeats)
+        local = np.arange(int(repeats.sum()), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        out = np.empty((len(local), 5), dtype=np.int64)
+        out[:, :2] = rows[of_row, :2]
+        out[:, 2:] = kept[of_row]
+        for axis in range(axes - 1, -1, -1):
+            extent = extents[of_row, axis]
+            step = local % extent
+            local //= extent
+            out[:, 0] += step * rows[of_row, 3 + 3 * axis]
+            out[:, 1] += step * rows[of_row, 4 + 3 * axis]
+        return CopyTable(out)
+
+    def write_ids(self, out: IdArray) -> None:
+        """Write every copy's ids into a flat int64 array of the parameter's size: the definition, in bulk."""
+        flat = self.expand(np.full(len(self), -1, dtype=np.int64))
+        out[flat.target_starts] = flat.source_starts
