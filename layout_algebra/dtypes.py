@@ -106,3 +106,9 @@ def conversion_is_defined(source: str, target: str) -> bool:
     """
     wide = ("F16", "BF16", "F32", "F64")
     return source == target or (source in wide and target in wide)
+
+
+def holds_every_value(holder: str, value: str) -> bool:
+    """Whether every value of dtype ``value`` is exact in dtype ``holder``."""
+    wider = {"F16": ("F32", "F64"), "BF16": ("F32", "F64"), "F32": ("F64",)}
+    return holder == value or holder in wider.get(value, ())

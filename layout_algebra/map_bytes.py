@@ -82,7 +82,14 @@ def decode_map(data: bytes) -> tuple[CheckpointSpace, list[MapRow]]:
         decoded = msgspec.msgpack.decode(plain, type=_Map)
         space = CheckpointSpace(TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in decoded.tensors)
         rows: list[MapRow] = [
-            (entry.name, entry.shape, entry.dtype, _unpack(entry.copies, entry.columns), _unpack(entry.opaque, 4), entry.depends_on)
+            (
+                entry.name,
+                entry.shape,
+                entry.dtype,
+                _unpack(entry.copies, entry.columns),
+                _unpack(entry.opaque, 4),
+                entry.depends_on,
+            )
             for entry in decoded.parameters
         ]
     except (zlib.error, msgspec.MsgspecError, LayoutError, ValueError) as error:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +145,7 @@ class RunTable:
     def split(self, cuts: Sequence[int]) -> tuple[RunTable, ...]:
         """Consecutive parts between ascending ranks: ``split([a, b])`` is ranks ``0:a``, ``a:b`` and ``b:elements``."""
         edges = [0, *cuts, self.elements]
-        return tuple(self.slice(first, last) for first, last in zip(edges, edges[1:], strict=False))
+        return tuple(self.slice(first, last) for first, last in pairwise(edges))
 
     def every(self, step: int, offset: int) -> RunTable:
         """The ids whose rank is ``offset`` modulo ``step``."""
@@ -155,7 +156,8 @@ def expand_ranges(starts: IdArray, lengths: IdArray) -> IdArray:
     """Concatenate ``arange(start, start + length)`` for every pair, without a Python loop."""
     total = int(lengths.sum())
     offsets = np.cumsum(lengths) - lengths
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - offsets, lengths)
+    ranges: IdArray = np.arange(total, dtype=np.int64) + np.repeat(starts - offsets, lengths)
+    return ranges
 
 
 def merge_intervals(intervals: IdArray) -> IdArray:

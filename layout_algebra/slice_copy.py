@@ -119,7 +119,9 @@ class CopyTable:
             row[:2] = copy.target.start, copy.source.start
             used = len(copy.shape)
             if used:
-                row[2 + 3 * (axes - used) :] = np.stack([copy.shape, copy.target.strides, copy.source.strides], 1).ravel()
+                row[2 + 3 * (axes - used) :] = np.stack(
+                    [copy.shape, copy.target.strides, copy.source.strides], 1
+                ).ravel()
         return CopyTable(rows)
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ class CopyTable:
     @property
     def axes(self) -> int:
         """Axes per row, unit axes included."""
-        return (self.rows.shape[1] - 2) // 3
+        return int(self.rows.shape[1] - 2) // 3
 
     @property
     def target_starts(self) -> IdArray:
@@ -158,7 +160,8 @@ class CopyTable:
     @property
     def elements(self) -> IdArray:
         """Elements written by every copy."""
-        return np.prod(self.extents, axis=1, dtype=np.int64)
+        counts: IdArray = np.prod(self.extents, axis=1, dtype=np.int64)
+        return counts
 
     def slice_copies(self) -> tuple[SliceCopy, ...]:
         """The rows as values; unit axes are dropped."""

@@ -1,0 +1,243 @@
+"""A plan: which element travels which way, in which round.
+
+A plan is a list of *routes*. A route is a set of ids that share one way through the cluster: the worker that
+packs them and the hops they take, receive first, then external, then internal. Every route is cut into as many
+near-equal parts as there are rounds, and part k passes all its hops in round k, so that each round keeps every
+link as busy as every other round. A worker's moves follow from that:
+
+::
+
+    route  ids 1..9   trainer/0 -receive-> engine/0/0 -internal-> engine/0/1      3 rounds
+    moves  round 0: ids 1..3   round 1: ids 4..6   round 2: ids 7..9
+
+Plans are values: the same demand on the same cluster gives the same plan and the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from layout_algebra.dtypes import IdArray
+from layout_algebra.runs import RunTable
+
+
+class Stage(Enum):
+    """The three stages that every round passes, in order."""
+
+    RECEIVE = 0
+    EXTERNAL = 1
+    INTERNAL = 2
+
+
+class Hop(NamedTuple):
+    """One transfer of a route's ids from one worker to another."""
+
+    stage: Stage
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Ids that travel together.
+
+    Attributes
+    ----------
+    runs
+        The ids; disjoint from every other route's.
+    item_bytes
+        Bytes of one element on the wire.
+    holder
+        The worker that packs them.
+    hops
+        In stage order; the source of each is the holder or the target of an earlier hop, and no worker is a
+        target twice.
+    """
+
+    runs: RunTable
+    item_bytes: int
+    holder: str
+    hops: tuple[Hop, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the route's ids, counted once."""
+        return self.runs.elements * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Ids that go from one worker to another in one stage of one round.
+
+    Attributes
+    ----------
+    stage, round, source, target
+        When and between whom.
+    runs
+        The ids.
+    item_bytes
+        Bytes of one element on the wire; a move's elements are equally wide.
+    """
+
+    stage: Stage
+    round: int
+    source: str
+    target: str
+    runs: RunTable
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes of the move."""
+        return self.runs.elements * self.item_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A whole update, for every worker.
+
+    Attributes
+    ----------
+    space_digest
+        Digest of the checkpoint space whose ids the routes name.
+    holders, needers
+        All workers of either side in natural order, those without traffic included.
+    nodes
+        Node number of every worker of ``holders + needers``.
+    routes
+        Disjoint; ascending by first id.
+    rounds
+        At least 1.
+    buffer_bytes
+        The budget per worker and round: bytes received in one stage, and distinct bytes packed.
+    lower_bound_s
+        No lawful plan is faster: the largest required bytes over bandwidth of any link.
+    bound_link
+        The link that gives ``lower_bound_s``, as a person reads it.
+    optimum_s
+        The linear program's own optimum: the largest load over bandwidth it found possible.
+    load_s
+        The largest load over bandwidth of this plan, after rounding to elements.
+    """
+
+    space_digest: str
+    holders: tuple[str, ...]
+    needers: tuple[str, ...]
+    nodes: tuple[int, ...]
+    routes: tuple[Route, ...]
+    rounds: int
+    buffer_bytes: int
+    lower_bound_s: float
+    bound_link: str
+    optimum_s: float
+    load_s: float
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Holders, then needers."""
+        return self.holders + self.needers
+
+    @cached_property
+    def _offsets(self) -> IdArray:
+        """For every route the round in which a short route's first element travels."""
+        sizes = np.array([route.runs.elements for route in self.routes], dtype=np.int64)
+        short = np.where(sizes < self.rounds, sizes, 0)
+        return (np.cumsum(short) - short) % self.rounds
+
+    def part(self, route: int, number: int) -> RunTable:
+        """The ids of one route that travel in round ``number``.
+
+        A route of at least ``rounds`` elements is cut into near-equal consecutive parts; the elements of a
+        shorter one go to consecutive rounds, beginning where the short route before it ended.
+        """
+        runs = self.routes[route].runs
+        size = runs.elements
+        if size >= self.rounds:
+            return runs.slice(number * size // self.rounds, (number + 1) * size // self.rounds)
+        rank = int((number - self._offsets[route]) % self.rounds)
+        return runs.slice(rank, rank + 1)
+
+    def part_elements(self, route: int, number: int) -> int:
+        """Size of ``part(route, number)`` without making it."""
+        size = self.routes[route].runs.elements
+        if size >= self.rounds:
+            return (number + 1) * size // self.rounds - number * size // self.rounds
+        return 1 if int((number - self._offsets[route]) % self.rounds) < size else 0
+
+    def moves(self) -> Iterator[Move]:
+        """Every move, by round, stage, source, target and element width."""
+        for number in range(self.rounds):
+            parts: dict[tuple[int, str, str, int], list[RunTable]] = {}
+            for index, route in enumerate(self.routes):
+                if not self.part_elements(index, number):
+                    continue
+                runs = self.part(index, number)
+                for hop in route.hops:
+                    key = (hop.stage.value, hop.source, hop.target, route.item_bytes)
+                    parts.setdefault(key, []).append(runs)
+            for stage, source, target, item_bytes in sorted(parts):
+                tables = parts[stage, source, target, item_bytes]
+                yield Move(Stage(stage), number, source, target, tables[0].union(*tables[1:]), item_bytes)
+
+    def bytes_sent(self, worker: str, stage: Stage | None = None) -> int:
+        """Payload bytes a worker sends in one update, in one stage or in all of them."""
+        return self._traffic(worker, stage)[0]
+
+    def bytes_received(self, worker: str, stage: Stage | None = None) -> int:
+        """Payload bytes a worker receives in one update, in one stage or in all of them."""
+        return self._traffic(worker, stage)[1]
+
+    def _traffic(self, worker: str, stage: Stage | None) -> tuple[int, int]:
+        if worker not in self.workers:
+            raise KeyError(f"{worker} is not a worker of this plan; it has {', '.join(self.workers)}")
+        stages = Stage if stage is None else (stage,)
+        return (
+            sum(self._sent.get((worker, each), 0) for each in stages),
+            sum(self._received.get((worker, each), 0) for each in stages),
+        )
+
+    @cached_property
+    def _sent(self) -> dict[tuple[str, Stage], int]:
+        return self._totals(source=True)
+
+    @cached_property
+    def _received(self) -> dict[tuple[str, Stage], int]:
+        return self._totals(source=False)
+
+    def _totals(self, *, source: bool) -> dict[tuple[str, Stage], int]:
+        out: dict[tuple[str, Stage], int] = {}
+        for route in self.routes:
+            for hop in route.hops:
+                key = (hop.source if source else hop.target, hop.stage)
+                out[key] = out.get(key, 0) + route.bytes
+        return out
+
+    def digest(self) -> str:
+        """Hex digest of the plan's bytes; ranks compare it before the first byte of an update."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Serialize; ``from_bytes`` gives an equal plan."""
+        from transfer_exec.plan_bytes import encode_plan
+
+        return encode_plan(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Plan:
+        """Read ``to_bytes``' output; safe on untrusted bytes.
+
+        Raises
+        ------
+        PlanBytesError
+            If the bytes are truncated, altered, of another version, or break a law of plans.
+        """
+        from transfer_exec.plan_bytes import decode_plan
+
+        return decode_plan(data)
