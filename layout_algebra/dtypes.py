@@ -49,11 +49,9 @@ class Dtype:
         Raises
         ------
         UnsupportedDtypeError
-            For sub-byte types, which no whole byte addresses.
+            For sub-byte types, whose elements no byte address names.
         """
-        if self.storage is None:
-            raise UnsupportedDtypeError(f"dtype {self.name} has {self.bits} bits; elements below one byte cannot move")
-        return self.bits // 8
+        return storage_of(self.name).itemsize
 
 
 def _table() -> dict[str, Dtype]:
@@ -97,6 +95,14 @@ def dtype_of(name: str) -> Dtype:
     if found is None:
         raise UnsupportedDtypeError(f"dtype {name!r} is unknown; expected one of {', '.join(_DTYPES)}")
     return found
+
+
+def storage_of(name: str) -> np.dtype[np.generic]:
+    """numpy dtype that carries the bits of a safetensors dtype; UnsupportedDtypeError below one byte."""
+    found = dtype_of(name)
+    if found.storage is None:
+        raise UnsupportedDtypeError(f"dtype {name} has {found.bits} bits; elements below one byte cannot move")
+    return found.storage
 
 
 def conversion_is_defined(source: str, target: str) -> bool:

@@ -1,0 +1,174 @@
+"""Digests of content that do not depend on layout.
+
+The fingerprint of a checkpoint tensor is the sum over its elements of ``bits * weight(id)`` modulo 2**64, over the
+bits in the checkpoint's own dtype. A sum does not care who adds which part: any sharding of the same weights gives
+the same number, shards' numbers add up to the tensor's, and so trainers and rollouts compare what they hold without
+moving a byte of it. Every weight is odd, so that each single changed bit changes the sum.
+
+>>> import numpy as np
+>>> from layout_algebra.source_map import SourceMap
+>>> from layout_algebra.space import CheckpointSpace, TensorSpec
+>>> space = CheckpointSpace([TensorSpec("w", (4,), "F32")])
+>>> values = np.arange(4, dtype=np.float32)
+>>> whole = fingerprint(SourceMap.from_ids(space, {"w": np.array([1, 2, 3, 4])}), {"w": values})
+>>> left = fingerprint(SourceMap.from_ids(space, {"a": np.array([2, 1])}), {"a": values[[1, 0]]})
+>>> right = fingerprint(SourceMap.from_ids(space, {"b": np.array([3, 4])}), {"b": values[2:]})
+>>> (left["w"] + right["w"]) % 2**64 == whole["w"]
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from layout_algebra._digest_kernels import digest_strips
+from layout_algebra.dtypes import IdArray, conversion_is_defined, dtype_of, storage_of
+from layout_algebra.errors import MapError, UnsupportedDtypeError
+from layout_algebra.runs import RunTable
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace
+
+Memory = Mapping[str, npt.NDArray[np.generic]]
+"""Parameters by name; BF16 and 8-bit floats as unsigned integers of their width."""
+
+
+def fingerprint(source_map: SourceMap, memory: Memory) -> dict[str, int]:
+    """Digest every checkpoint tensor that the map holds elements of.
+
+    Parameters
+    ----------
+    source_map
+        What the parameters hold.
+    memory
+        An array per parameter that copies anything, of the map's shape and the dtype's width. A parameter of
+        another dtype than the checkpoint's is converted to it first, to nearest even where that is narrower.
+
+    Returns
+    -------
+    dict
+        Tensor name -> digest in ``0 .. 2**64 - 1`` over the ids held here, each counted once.
+
+    Raises
+    ------
+    MapError
+        If an array is missing or of another shape or width than the map says.
+    """
+    space = source_map.space
+    held = source_map.held().intervals
+    first = np.searchsorted(space.starts, held[:, 0], side="right") - 1
+    last = np.searchsorted(space.starts, held[:, 1] - 1, side="right") - 1
+    touched = np.zeros(len(space) + 1, dtype=np.int64)
+    np.add.at(touched, first, 1)
+    np.add.at(touched, last + 1, -1)
+    positions = np.flatnonzero(np.cumsum(touched)[:-1] > 0)
+    positions = positions[space.starts[positions + 1] > space.starts[positions]]
+    spans = np.stack([space.starts[positions], space.starts[positions + 1]], axis=1)
+    sums = _digest(source_map, memory, spans, np.arange(len(spans), dtype=np.int64), len(spans))
+    return {space.specs[position].name: int(value) for position, value in zip(positions, sums, strict=True)}
+
+
+def fingerprint_cells(source_map: SourceMap, memory: Memory, cells: Sequence[RunTable]) -> npt.NDArray[np.uint64]:
+    """Digest disjoint sets of ids, such as the demand classes of a correspondence.
+
+    Parameters
+    ----------
+    source_map, memory
+        As for ``fingerprint``.
+    cells
+        Disjoint sets; ids that the map does not hold count as zero bits.
+
+    Returns
+    -------
+    ndarray
+        uint64, shape ``(len(cells),)``.
+    """
+    spans = np.concatenate([np.empty((0, 2), dtype=np.int64), *(cell.intervals for cell in cells)])
+    labels = np.repeat(np.arange(len(cells), dtype=np.int64), [len(cell.intervals) for cell in cells])
+    order = np.argsort(spans[:, 0], kind="stable")
+    return _digest(source_map, memory, spans[order], labels[order], len(cells))
+
+
+def _digest(
+    source_map: SourceMap, memory: Memory, spans: IdArray, labels: IdArray, count: int
+) -> npt.NDArray[np.uint64]:
+    """Sums per label over sorted disjoint id spans."""
+    cut_spans, cut_labels, wires = _cut_by_dtype(source_map.space, spans, labels)
+    strips, owners = source_map.strips.disjoint().within(cut_spans)[0].rows, source_map.parameters
+    span_of = np.searchsorted(cut_spans[:, 0], strips[:, 0], side="right") - 1
+    out = np.zeros(count, dtype=np.uint64)
+    for position in np.unique(strips[:, 2]).tolist():
+        mine = np.flatnonzero(strips[:, 2] == position)
+        array = _checked(source_map, owners[position], memory)
+        for wire in np.unique(wires[span_of[mine]]).tolist():
+            rows = mine[wires[span_of[mine]] == wire]
+            table = np.column_stack([strips[rows][:, [0, 1, 3, 4]], cut_labels[span_of[rows]]])
+            bits = wire_bits(array, source_map.dtype(owners[position]), wire).reshape(-1)
+            digest_strips(bits, np.ascontiguousarray(table), out)
+    return out
+
+
+def _cut_by_dtype(
+    space: CheckpointSpace, spans: IdArray, labels: IdArray
+) -> tuple[IdArray, IdArray, npt.NDArray[np.str_]]:
+    """Cut spans where the checkpoint's dtype changes; spans, labels and the dtype of each."""
+    if not len(spans):
+        return spans, labels, np.empty(0, dtype=np.str_)
+    names = np.array([spec.dtype for spec in space.specs])
+    changes = space.starts[np.flatnonzero(names[1:] != names[:-1]) + 1]
+    edges = np.concatenate([[1], changes, [space.total_elements + 1]])
+    parts, part_labels = [], []
+    for start, stop in pairwise(np.unique(edges).tolist()):
+        low, high = np.maximum(spans[:, 0], start), np.minimum(spans[:, 1], stop)
+        kept = high > low
+        parts.append(np.stack([low[kept], high[kept]], axis=1))
+        part_labels.append(labels[kept])
+    cut = np.concatenate(parts)
+    position = np.searchsorted(space.starts, cut[:, 0], side="right") - 1
+    return cut, np.concatenate(part_labels), names[position]
+
+
+def _checked(source_map: SourceMap, parameter: str, memory: Memory) -> npt.NDArray[np.generic]:
+    array = memory.get(parameter)
+    if array is None:
+        raise MapError(f"{parameter}: no memory given; the map copies checkpoint elements into it")
+    width, shape = dtype_of(source_map.dtype(parameter)).item_bytes, source_map.shape(parameter)
+    if array.shape != shape or array.dtype.itemsize != width:
+        raise MapError(
+            f"{parameter}: memory is {array.dtype} of shape {array.shape}; the map says "
+            f"{source_map.dtype(parameter)} ({width} bytes) of shape {shape}"
+        )
+    return array
+
+
+def wire_bits(array: npt.NDArray[np.generic], held: str, wire: str) -> npt.NDArray[np.unsignedinteger]:
+    """An array's elements converted from dtype ``held`` to ``wire``, as bits in an unsigned array of its shape.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If no conversion between the two is defined.
+    """
+    if not conversion_is_defined(held, wire):
+        raise UnsupportedDtypeError(f"no conversion from {held} to {wire} is defined")
+    plain = np.ascontiguousarray(array)
+    if held != wire:
+        values = plain.view(storage_of(held))
+        if held == "BF16":
+            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if wire == "BF16":
+            plain = _to_bfloat16(values.astype(np.float32))
+        else:
+            with np.errstate(over="ignore", under="ignore"):
+                plain = values.astype(storage_of(wire))
+    return plain.view(f"u{dtype_of(wire).item_bytes}").reshape(array.shape)
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to nearest even; every NaN becomes the quiet 0x7FC0."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
