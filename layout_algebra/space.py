@@ -82,12 +82,14 @@ class TensorSpec:
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key under which runs of digits compare as numbers; ties fall back to the text itself."""
-    parts = tuple(
-        (0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part)
-        for part in _DIGITS.split(name)
-        if part
-    )
-    return (*parts, (2, 0, name))
+    parts = (part for part in _DIGITS.split(name) if part)
+    return (*(_digits_key(part) if part[0] in "0123456789" else (1, 0, part) for part in parts), (-1, 0, name))
+
+
+def _digits_key(digits: str) -> tuple[int, int, str]:
+    """Numbers of any length in order, without converting them: longer is larger, then text decides."""
+    significant = digits.lstrip("0")
+    return (0, len(significant), significant)
 
 
 class CheckpointSpace:
