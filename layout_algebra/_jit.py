@@ -1,18 +1,26 @@
-"""``@kernel``: numba compilation with the settings that every loop here shares, and types that survive it."""
+"""The one way this package compiles: a typed numba decorator.
+
+Kernels keep their Python signature for the type checker, cache their machine code beside the source, and release
+the GIL, so that callers can run them on threads of their own. ``parallel=True`` is not used: a child forked after
+an OpenMP region dies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import numba
 
-Function = TypeVar("Function", bound=Callable[..., object])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def kernel(function: Function) -> Function:
-    """Compile a function of arrays and numbers on first use; it releases the GIL and is cached on disk.
+def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a function over arrays and numbers at its first call; the original stays at ``.py_func``."""
+    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True)(function))
 
-    The plain Python function stays reachable as ``.py_func``, so that tests run both.
-    """
-    return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+
+def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a small function that kernels call in their inner loops; it is always inlined by LLVM."""
+    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True, forceinline=True)(function))
