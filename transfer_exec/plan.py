@@ -15,7 +15,6 @@ Plans are values: the same demand on the same cluster gives the same plan and th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -24,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import RunTable
+from transfer_exec.laws import check_structure
+from transfer_exec.schedule import Schedule
 
 
 class Stage(Enum):
@@ -144,32 +144,25 @@ class Plan:
         """Holders, then needers."""
         return self.holders + self.needers
 
+    def __post_init__(self) -> None:
+        check_structure(self)
+
     @cached_property
-    def _offsets(self) -> IdArray:
-        """For every route the round in which a short route's first element travels."""
-        sizes = np.array([route.runs.elements for route in self.routes], dtype=np.int64)
-        short = np.where(sizes < self.rounds, sizes, 0)
-        return (np.cumsum(short) - short) % self.rounds
+    def schedule(self) -> Schedule:
+        """How the routes' elements are spread over the rounds."""
+        return Schedule.of(np.array([route.runs.elements for route in self.routes], dtype=np.int64), self.rounds)
 
     def part(self, route: int, number: int) -> RunTable:
-        """The ids of one route that travel in round ``number``.
-
-        A route of at least ``rounds`` elements is cut into near-equal consecutive parts; the elements of a
-        shorter one go to consecutive rounds, beginning where the short route before it ended.
-        """
-        runs = self.routes[route].runs
-        size = runs.elements
-        if size >= self.rounds:
-            return runs.slice(number * size // self.rounds, (number + 1) * size // self.rounds)
-        rank = int((number - self._offsets[route]) % self.rounds)
-        return runs.slice(rank, rank + 1)
+        """The ids of one route that travel in round ``number``; consecutive ones, ascending with the round."""
+        first, last = self.schedule.span(route, number)
+        if first == last:
+            return RunTable.empty()
+        return self.routes[route].runs.slice(first, last)
 
     def part_elements(self, route: int, number: int) -> int:
         """Size of ``part(route, number)`` without making it."""
-        size = self.routes[route].runs.elements
-        if size >= self.rounds:
-            return (number + 1) * size // self.rounds - number * size // self.rounds
-        return 1 if int((number - self._offsets[route]) % self.rounds) < size else 0
+        first, last = self.schedule.span(route, number)
+        return last - first
 
     def moves(self) -> Iterator[Move]:
         """Every move, by round, stage, source, target and element width."""
@@ -220,8 +213,14 @@ class Plan:
         return out
 
     def digest(self) -> str:
-        """Hex digest of the plan's bytes; ranks compare it before the first byte of an update."""
-        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+        """Hex digest of the plan; ranks compare it before the first byte of an update."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        from transfer_exec.plan_bytes import plan_digest
+
+        return plan_digest(self)
 
     def to_bytes(self) -> bytes:
         """Serialize; ``from_bytes`` gives an equal plan."""
