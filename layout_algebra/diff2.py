@@ -17,6 +17,7 @@ Elements that hold no code count as 0 there and are listed apart, with their bit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -31,8 +32,15 @@ DENSE_LIMIT_BYTES = 1 << 28
 
 
 def view_of(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's shape as (rows, columns): columns are its last axis longer than one."""
-    raise NotImplementedError
+    """A parameter's shape as (rows, columns): columns are its last axis longer than one.
+
+    >>> view_of((4, 3, 2, 1)), view_of((7,)), view_of(()), view_of((3, 0))
+    ((12, 2), (1, 7), (1, 1), (0, 1))
+    """
+    extents = [extent for extent in shape if extent != 1]
+    if 0 in extents:
+        return 0, 1
+    return math.prod(extents[:-1]), extents[-1] if extents else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

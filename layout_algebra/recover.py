@@ -1,38 +1,73 @@
-"""Ids -> affine rectangles (interim)."""
+"""Second differences -> affine rectangles: one sweep over the rows, for probed residues and plain ids alike.
+
+Seen as a matrix (``view_of``), a parameter's ids are cut in two steps. Where a row continues the two rows above it,
+all rows that do so form a band, and the band is cut into columns on which ids are affine in both directions; any other
+row is cut alone, into maximal affine runs. Then runs that repeat on successive rows form a column of numbers, which
+is cut into maximal affine stretches the same way. In both directions a pair whose second half begins a longer stretch
+gives it up: a lone element joins the longer run that follows. Ids only are cut: an element with id 0 is in no
+rectangle, though 0 may lie on a run's own line.
+
+Every decision looks at ids and at differences of ids, never at what led there, so the result is a function of the ids
+and the shape. The sweep carries the row's second differences (and what they change by per row) at the few columns where
+they are not 0, and costs time in the number of pieces, not of elements.
+
+>>> import numpy as np
+>>> [str(copy) for copy in rectangles_of_ids(np.array([[1, 2, 3, 0], [4, 5, 6, 0]])).slice_copies()]
+['0+(2:4,3:1) <- 1+(2:3,3:1)']
+"""
 
 from __future__ import annotations
-
-import numpy as np
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layout_algebra.diff2 import Diff2
+import numpy as np
+
+from layout_algebra._diff_kernels import entries_of_ids
+from layout_algebra._sweep_kernels import CONSTANT, COPY, sweep
+from layout_algebra.diff2 import Diff2, view_of
 from layout_algebra.dtypes import IdArray
 from layout_algebra.residues import Pass
 from layout_algebra.slice_copy import CopyTable
 
+_NO_CONSTANTS = np.empty(0, dtype=np.int64)
+_ANY_ID = 1 << 62
+
 
 def rectangles_of_ids(ids: IdArray) -> CopyTable:
-    flat = ids.reshape(-1)
-    n = len(flat)
-    rows = []
-    i = 0
-    while i < n:
-        if flat[i] <= 0:
-            i += 1
-            continue
-        j = i + 1
-        if j < n and flat[j] > 0:
-            step = flat[j] - flat[i]
-            while j < n and flat[j] > 0 and flat[j] - flat[j - 1] == step:
-                j += 1
-            if j - i == 2 and j < n and flat[j] > 0 and step != 1:
-                j = i + 1
-        step = int(flat[i + 1] - flat[i]) if j - i > 1 else 0
-        rows.append([i, flat[i], j - i, 1, step])
-        i = j
-    return CopyTable(np.array(rows, dtype=np.int64).reshape(-1, 5))
+    """Cut plain ids into affine rectangles: the reference for every other way to the same rectangles.
+
+    Parameters
+    ----------
+    ids
+        int64, of the parameter's shape; > 0 is a copy, 0 empty, -1 opaque.
+
+    Returns
+    -------
+    CopyTable
+        Two axes, disjoint targets, by target start. A function of which ids are > 0, their values and the shape.
+    """
+    rows, width = view_of(ids.shape)
+    matrix = np.ascontiguousarray(ids, dtype=np.int64).reshape(rows, width)
+    position, value, count = entries_of_ids(matrix)
+    pieces, found, _ = sweep(position[:count], value[:count], rows, width, 0, _ANY_ID, _NO_CONSTANTS)
+    return _table(pieces[:found], width, COPY)
+
+
+def _table(pieces: IdArray, width: int, kind: int) -> CopyTable:
+    """The sweep's pieces of one kind as a copy table."""
+    pieces = pieces[pieces[:, 7] == kind]
+    row, column, height, length, number, step, slope, _ = pieces.T
+    table = np.zeros((len(pieces), 8), dtype=np.int64)
+    table[:, 0] = row * width + column
+    table[:, 1] = number
+    table[:, 2] = height
+    table[:, 3] = np.where(height > 1, width, 0)
+    table[:, 4] = np.where(height > 1, step, 0)
+    table[:, 5] = length
+    table[:, 6] = np.where(length > 1, 1, 0)
+    table[:, 7] = np.where(length > 1, slope, 0)
+    return CopyTable(table[np.argsort(table[:, 0], kind="stable")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
