@@ -1,0 +1,241 @@
+"""What one worker does in every round of an update.
+
+A program is a template of instructions, the same for every round, and tables that say which bytes each instruction
+moves in which round. It names buffers and flags, never addresses, and is bound to live memory by the executor.
+
+::
+
+    a trainer       Pack  Write(engine/0/0)  Write(engine/1/0)
+    a rollout       Await(RECEIVE)  Exchange(engine/1/0)  Await(EXTERNAL)  Await(INTERNAL)  Assemble  Release
+
+`Write` and `Exchange` first wait until the peer has released what it got in the round before; they then write and
+raise the peer's flag. `Release` tells every worker that wrote here that all buffers are free again, which is after
+the last reader has finished: the forwarding and the assembling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from layout_algebra.dtypes import dtype_of
+from transfer_exec.descriptors import DescriptorTable
+from transfer_exec.gather import GatherTable
+from transfer_exec.plan import Stage
+from transfer_exec.regions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Copy this round's elements from the tensors into the PACK buffer, in the wire's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write packed parts to a peer and raise its flag.
+
+    Attributes
+    ----------
+    stage, peer
+        The message.
+    flag
+        The peer's flag that announces it.
+    release
+        The own flag by which the peer releases its buffers.
+    tables
+        Positions in `Program.descriptors`.
+    """
+
+    stage: Stage
+    peer: str
+    flag: int
+    release: int
+    tables: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Forward received parts to a peer, straight from the buffers they arrived in; otherwise a `Write`."""
+
+    stage: Stage
+    peer: str
+    flag: int
+    release: int
+    tables: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait until every source of a stage has written its message of this round.
+
+    Attributes
+    ----------
+    stage
+        The stage.
+    sources, flags
+        Who writes, and the own flag that announces each; as many of either.
+    """
+
+    stage: Stage
+    sources: tuple[str, ...]
+    flags: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """Copy everything this worker needs of the round from its three stage buffers into its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell every source that this worker's buffers may be written again.
+
+    Attributes
+    ----------
+    sources, flags
+        Who writes here, and the flag of each that this worker raises; as many of either.
+    """
+
+    sources: tuple[str, ...]
+    flags: tuple[int, ...]
+
+
+Instruction: TypeAlias = Pack | Write | Exchange | Await | Assemble | Release
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTensor:
+    """A tensor that the program reads or writes.
+
+    Attributes
+    ----------
+    name
+        Of a parameter, or of a checkpoint tensor if ``staged``.
+    shape, dtype
+        As the source map, or the checkpoint, has them.
+    staged
+        A checkpoint tensor assembled in host memory for an opaque parameter's own loader.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    staged: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory if contiguous."""
+        return self.elements * dtype_of(self.dtype).item_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One worker's part of a plan.
+
+    Attributes
+    ----------
+    worker
+        Whose.
+    plan_digest, map_digest
+        Of the plan, and of the source map it was compiled with.
+    rounds
+        Rounds of an update.
+    buffer_sizes
+        Bytes of the four buffers, in the order of `Buffer`.
+    flags
+        Number of flags that peers raise here.
+    instructions
+        Of one round.
+    tensors
+        Every tensor that is read or written, parameters first.
+    descriptors
+        Tables of the messages this worker sends.
+    pack, assemble
+        Which tensor elements stand where in the PACK buffer; and in the three others.
+    """
+
+    worker: str
+    plan_digest: str
+    map_digest: str
+    rounds: int
+    buffer_sizes: tuple[int, int, int, int]
+    flags: int
+    instructions: tuple[Instruction, ...]
+    tensors: tuple[ProgramTensor, ...]
+    descriptors: tuple[DescriptorTable, ...]
+    pack: GatherTable
+    assemble: GatherTable
+
+    def buffer_bytes(self, buffer: Buffer) -> int:
+        """Size of one buffer: that of its fullest round."""
+        return self.buffer_sizes[buffer.value]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Everybody this worker writes to or raises flags at, each once, in the order of the instructions."""
+        names: list[str] = []
+        for step in self.instructions:
+            match step:
+                case Write(peer=peer) | Exchange(peer=peer):
+                    names.append(peer)
+                case Release(sources=sources):
+                    names.extend(sources)
+                case _:
+                    pass
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def release(self) -> Release | None:
+        """The release of this program; None for a worker that receives nothing."""
+        return next((step for step in self.instructions if isinstance(step, Release)), None)
+
+    def bytes_sent(self, stage: Stage) -> int:
+        """Payload bytes this worker sends in one stage of one update."""
+        total = 0
+        for step in self.instructions:
+            if isinstance(step, (Write, Exchange)) and step.stage is stage:
+                total += sum(int(self.descriptors[table].rows[:, 2].sum()) for table in step.tables)
+        return total
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory that the tables take."""
+        arrays = [self.pack.rows, self.assemble.rows, *(table.rows for table in self.descriptors)]
+        return sum(array.nbytes for array in arrays)
+
+    def digest(self) -> str:
+        """Hex digest; equal programs have equal digests."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        from transfer_exec.program_bytes import plain_program
+
+        return hashlib.blake2b(plain_program(self), digest_size=16).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Serialize; ``from_bytes`` gives an equal program."""
+        from transfer_exec.program_bytes import encode_program
+
+        return encode_program(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Program:
+        """Read ``to_bytes``' output; safe on untrusted bytes: no row leaves its tensor or its buffer.
+
+        Raises
+        ------
+        ProgramError
+            If the bytes are truncated, altered, of another version, or a row leaves a tensor or buffer.
+        """
+        from transfer_exec.program_bytes import decode_program
+
+        return decode_program(data)

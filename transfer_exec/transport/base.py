@@ -1,0 +1,255 @@
+"""What a transport is: memory that peers may write, and flags that peers may raise.
+
+A worker registers *regions* and publishes an `Endpoint` that describes them. A peer that knows the endpoint writes
+byte ranges into the regions by *descriptor lists*, int arrays of ``(source offset, destination offset, bytes)``, and
+then raises a *flag*: a channel number of the receiver, a sequence number that only grows, and a tag that names the
+message's layout. Nothing here waits: writes give a ticket that can be asked, flags are read. The one loop that waits
+is `transfer_exec.executor`, so every wait has a deadline and a name.
+
+::
+
+    mine   = transport.allocate(4096); handle = transport.register("RECEIVE", mine); endpoint = transport.endpoint()
+    theirs : peer.connect(endpoint); ticket = peer.write(handle, worker, "RECEIVE", descriptors)
+             while not peer.finished(ticket): ...          # raises TransportError, all failures listed
+             peer.signal(worker, channel=0, sequence=1, tag=7)
+    mine   : transport.flag(0) == Flag(1, 7)
+
+Every implementation keeps its own table of registered regions, checks every descriptor against it on both sides
+where both sides run code, refuses endpoints of another transport, and refuses to run in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import NamedTuple, NewType, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transfer_exec.errors import TransportError
+
+Memory = npt.NDArray[np.uint8]
+"""A region: a one-dimensional, contiguous, writable array of bytes."""
+
+Descriptors = npt.NDArray[np.uint64]
+"""Shape ``(n, 3)``: source offset, destination offset, bytes."""
+
+RegionHandle = NewType("RegionHandle", int)
+"""A registered region of this worker; meaningless to every other transport object."""
+
+Ticket = NewType("Ticket", int)
+"""A posted write."""
+
+
+class Flag(NamedTuple):
+    """The newest signal on one channel: its sequence number (0 before the first) and its tag."""
+
+    sequence: int
+    tag: int
+
+
+class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer must know of one region.
+
+    Attributes
+    ----------
+    name, size_bytes
+        As registered.
+    address
+        Where the transport finds it; its own spelling.
+    """
+
+    name: str
+    size_bytes: int
+    address: str
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a peer needs to write to a worker; travels over the control plane.
+
+    Attributes
+    ----------
+    worker
+        Its name in the plan.
+    transport
+        Name of the implementation, ``"shared_memory"``.
+    incarnation
+        Random number of this transport object; a restarted worker has another.
+    program
+        Digest of the plan that the regions are laid out for.
+    channels
+        Number of flags.
+    flags_address
+        Where the transport finds the flags.
+    regions
+        The registered regions by name.
+    """
+
+    worker: str
+    transport: str
+    incarnation: int
+    program: str
+    channels: int
+    flags_address: str
+    regions: tuple[RegionInfo, ...]
+
+    def to_bytes(self) -> bytes:
+        """Serialize with msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Endpoint:
+        """Read ``to_bytes``' output; TransportError for anything else."""
+        try:
+            endpoint = msgspec.msgpack.decode(data, type=Endpoint)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"these {len(data)} bytes are no endpoint: {error}") from error
+        if endpoint.channels < 0 or any(region.size_bytes < 0 for region in endpoint.regions):
+            raise TransportError(f"{endpoint.worker}: endpoint has a negative size")
+        if len({region.name for region in endpoint.regions}) != len(endpoint.regions):
+            raise TransportError(f"{endpoint.worker}: endpoint names a region twice")
+        return endpoint
+
+    def region(self, name: str) -> RegionInfo:
+        """The region of that name; TransportError if there is none."""
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise TransportError(f"{self.worker}: has no region {name}; it has {[each.name for each in self.regions]}")
+
+
+class Transport(Protocol):
+    """One worker's end of a transport. Not thread-safe, except `flag` and `signal` beside one writing thread."""
+
+    @property
+    def name(self) -> str:
+        """Name of the implementation; reports say it."""
+        ...
+
+    @property
+    def worker(self) -> str:
+        """The worker this end belongs to."""
+        ...
+
+    def allocate(self, size_bytes: int) -> Memory:
+        """Zeroed memory that this transport can register, faulted in."""
+        ...
+
+    def register(self, name: str, memory: Memory) -> RegionHandle:
+        """Let peers write to a region.
+
+        Raises
+        ------
+        TransportError
+            If the name is taken, the memory overlaps a registered region, or this transport cannot expose it.
+        """
+        ...
+
+    def open_flags(self, channels: int) -> None:
+        """Make the flags, once, before `endpoint`. All begin at sequence 0."""
+        ...
+
+    def endpoint(self, program: str) -> Endpoint:
+        """What peers need; ``program`` is the digest of the plan the regions are laid out for."""
+        ...
+
+    def connect(self, peer: Endpoint) -> None:
+        """Make a peer writable, replacing an older incarnation of the same worker.
+
+        Raises
+        ------
+        TransportError
+            If the peer speaks another transport, is gone, or is no longer the incarnation that its endpoint names.
+        """
+        ...
+
+    def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
+        """Post copies from an own region into a peer's.
+
+        The source must not change until the ticket is finished. A transport may finish the copy inside this call.
+
+        Raises
+        ------
+        TransportError
+            If a descriptor leaves either region or the peer is unknown; nothing was copied.
+        """
+        ...
+
+    def finished(self, ticket: Ticket) -> bool:
+        """Whether a posted write has completed on the peer; never blocks.
+
+        Raises
+        ------
+        TransportError
+            If any part of the write failed, once all of it has ended; the message lists every failure.
+        """
+        ...
+
+    def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
+        """Raise a peer's flag, after every write to that peer that has finished.
+
+        Raises
+        ------
+        TransportError
+            If the peer is unknown or has no such channel.
+        """
+        ...
+
+    def flag(self, channel: int) -> Flag:
+        """Read an own flag; everything written before it was raised is visible afterwards."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all memory and peers. Peers that still write hold their own mapping; nothing breaks."""
+        ...
+
+
+def new_incarnation() -> int:
+    """A random positive 63-bit number."""
+    return secrets.randbits(62) + 1
+
+
+def check_descriptors(
+    descriptors: Descriptors, *, source_bytes: int, target_bytes: int, source: str, target: str
+) -> None:
+    """Refuse a descriptor list that leaves a region.
+
+    Raises
+    ------
+    TransportError
+        Naming the first descriptor, the region and its size.
+    """
+    if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
+        raise TransportError(
+            f"descriptors are {descriptors.dtype} of shape {descriptors.shape}; expected uint64 of shape (n, 3)"
+        )
+    for column, size, region in ((0, source_bytes, source), (1, target_bytes, target)):
+        offsets, lengths = descriptors[:, column], descriptors[:, 2]
+        bad = (lengths > size) | (offsets > np.uint64(size) - np.minimum(lengths, np.uint64(size)))
+        if bad.any():
+            first = int(np.flatnonzero(bad)[0])
+            start, length = int(offsets[first]), int(lengths[first])
+            raise TransportError(
+                f"descriptor {first} of {len(descriptors)} covers bytes {start}:{start + length} of {region}, "
+                f"which has {size}"
+            )
+
+
+def check_process(owner_pid: int, worker: str) -> None:
+    """Refuse to go on in a forked child: its memory and threads are copies."""
+    if os.getpid() != owner_pid:
+        raise TransportError(
+            f"{worker}: made in process {owner_pid}, used in its forked child {os.getpid()}; "
+            "start workers with spawn, and make the transport in the process that uses it"
+        )
+
+
+def check_peer(mine: str, transport: str, peer: Endpoint, known: Mapping[str, object]) -> None:
+    """Refuse an endpoint of another transport, or of this worker itself."""
+    if peer.transport != transport:
+        raise TransportError(f"{mine} speaks {transport}, {peer.worker} speaks {peer.transport}; use one on both sides")
+    if peer.worker == mine:
+        raise TransportError(f"{mine}: cannot connect to itself ({len(known)} peers are connected)")
