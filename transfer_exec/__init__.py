@@ -1,0 +1,43 @@
+"""Plans how bytes cross a cluster, and moves them.
+
+The planning half is pure and needs no torch: a ``Topology`` and a ``Correspondence`` make a ``Plan``. The acting
+half runs plans over transports.
+"""
+
+from transfer_exec.errors import (
+    BudgetError,
+    DeadlineError,
+    PlanBytesError,
+    PlanError,
+    ProgramError,
+    TopologyError,
+    TransferError,
+    TransportError,
+    UnheldError,
+)
+from transfer_exec.plan import Hop, Move, Plan, Route, Stage
+from transfer_exec.planner import make_plan
+from transfer_exec.topology import ClusterLink, Engine, Nic, Node, Topology
+
+__all__ = [
+    "BudgetError",
+    "ClusterLink",
+    "DeadlineError",
+    "Engine",
+    "Hop",
+    "Move",
+    "Nic",
+    "Node",
+    "Plan",
+    "PlanBytesError",
+    "PlanError",
+    "ProgramError",
+    "Route",
+    "Stage",
+    "Topology",
+    "TopologyError",
+    "TransferError",
+    "TransportError",
+    "UnheldError",
+    "make_plan",
+]

@@ -1,0 +1,244 @@
+"""The laws of plans, checked in time linear in a plan's size.
+
+``check_structure`` needs the plan alone and runs whenever one is made: routes are disjoint, hops follow each other
+from holder to first receiver to entry workers to their nodes, each stage has the right kind of workers, a node gets
+an id over the network once at most, and no worker gets it twice. ``check_demand`` compares a plan with the demand it
+serves: everybody gets what they need, no node gets anything else, and what a node holds does not cross the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layout_algebra.correspondence import Correspondence, DemandClass
+from layout_algebra.dtypes import IdArray
+from layout_algebra.runs import RunTable, overlaps
+from transfer_exec.errors import PlanError
+
+if TYPE_CHECKING:
+    from transfer_exec.plan import Plan, Route
+
+_RECEIVE, _EXTERNAL, _INTERNAL = 0, 1, 2
+
+
+def check_structure(plan: Plan) -> None:
+    """Check what holds for any plan, whatever the demand.
+
+    Raises
+    ------
+    PlanError
+        Naming route, ids and workers.
+    """
+    _check_fields(plan)
+    node_of = dict(zip(plan.workers, plan.nodes, strict=True))
+    holders = set(plan.holders)
+    checked: dict[tuple[str, tuple[object, ...]], None] = {}
+    for index, route in enumerate(plan.routes):
+        if not route.runs or route.item_bytes < 1:
+            raise PlanError(f"route {index}: {route.runs.elements} elements of {route.item_bytes} bytes; expected some")
+        key = (route.holder, route.hops)
+        if key not in checked:
+            _check_hops(index, route, node_of, holders)
+            checked[key] = None
+    _check_disjoint(plan, node_of)
+
+
+def check_demand(plan: Plan, correspondence: Correspondence) -> None:
+    """Check that a plan serves a demand, no more and no less.
+
+    Raises
+    ------
+    PlanError
+        Naming class, tensor, range and workers.
+    """
+    node_of = dict(zip(plan.workers, plan.nodes, strict=True))
+    classes = correspondence.classes
+    class_of, sizes = _classes_of_routes(plan, correspondence)
+    members: list[list[int]] = [[] for _ in classes]
+    for index, number in enumerate(class_of):
+        members[number].append(index)
+    for number, group in enumerate(classes):
+        place = _Place(correspondence, number, group)
+        held_at = {node_of[worker] for worker in group.holders}
+        needing = {node_of[worker] for worker in group.needers}
+        received: dict[str, int] = {}
+        for index in members[number]:
+            route = plan.routes[index]
+            if route.item_bytes != group.item_bytes:
+                raise place.broken(f"route {index} has elements of {route.item_bytes} bytes, not {group.item_bytes}")
+            if route.holder not in group.holders:
+                raise place.broken(f"{route.holder} packs it and does not hold it; holders {', '.join(group.holders)}")
+            for hop in route.hops:
+                received[hop.target] = received.get(hop.target, 0) + sizes[index]
+                if hop.stage.value == _INTERNAL:
+                    if hop.target not in group.needers:
+                        raise place.broken(f"{hop.target} gets it from {hop.source} and does not need it")
+                    continue
+                node = node_of[hop.target]
+                if node not in needing:
+                    raise place.broken(f"node {node} gets it through {hop.target} and nobody there needs it")
+                if node in held_at:
+                    raise place.broken(f"node {node} holds it and still gets it over the network at {hop.target}")
+        for worker in group.needers:
+            if received.get(worker, 0) != group.runs.elements:
+                raise place.broken(f"{worker} gets {received.get(worker, 0)} of {group.runs.elements} elements")
+
+
+class _Place:
+    """Where a law broke, for messages."""
+
+    def __init__(self, correspondence: Correspondence, number: int, group: DemandClass) -> None:
+        self._correspondence, self._number, self._group = correspondence, number, group
+
+    def broken(self, what: str) -> PlanError:
+        start, stop = self._group.runs.intervals[0].tolist()
+        where = self._correspondence.space.describe_ids(start, stop)
+        more = len(self._group.runs.intervals) - 1
+        rest = f" and {more} more ranges" if more else ""
+        return PlanError(f"class {self._number}, {where}{rest}: {what}")
+
+
+def _check_fields(plan: Plan) -> None:
+    workers = plan.workers
+    if len(set(workers)) != len(workers):
+        raise PlanError("a worker is named twice in the plan; give holders and needers names of their own")
+    if len(plan.nodes) != len(workers):
+        raise PlanError(f"plan has {len(plan.nodes)} node numbers for {len(workers)} workers")
+    if plan.rounds < 1 or plan.buffer_bytes < 1:
+        raise PlanError(f"plan has {plan.rounds} rounds and a buffer of {plan.buffer_bytes} bytes; expected 1 or more")
+
+
+def _check_hops(index: int, route: Route, node_of: dict[str, int], holders: set[str]) -> None:
+    def broken(what: str) -> PlanError:
+        start, stop = route.runs.intervals[0].tolist()
+        return PlanError(f"route {index} (ids {start}:{stop} and on, packed by {route.holder}): {what}")
+
+    if route.holder not in holders:
+        raise broken("its holder is not among the plan's holders")
+    if not route.hops:
+        raise broken("it goes nowhere")
+    first_receiver = ""
+    entered: dict[int, str] = {}
+    got = {route.holder}
+    stage = _RECEIVE
+    for hop in route.hops:
+        step = hop.stage.value
+        if hop.source not in node_of or hop.target not in node_of:
+            raise broken(f"hop {hop.source} -> {hop.target} names a worker that is not in the plan")
+        if step < stage:
+            raise broken(f"{hop.stage.name} hop to {hop.target} after a later stage; expected hops in stage order")
+        stage = step
+        if hop.target in holders or hop.target in got:
+            raise broken(f"{hop.target} gets what it has already")
+        if hop.source not in got:
+            raise broken(f"{hop.source} sends to {hop.target} what it has not got yet")
+        inside = node_of[hop.source] == node_of[hop.target]
+        if step == _INTERNAL:
+            if not inside:
+                raise broken(f"INTERNAL hop {hop.source} -> {hop.target} leaves node {node_of[hop.source]}")
+            if hop.source != route.holder and hop.source != entered.get(node_of[hop.source]):
+                raise broken(f"{hop.source} passes on what it got inside its node; expected holder or entry worker")
+        else:
+            if inside or node_of[hop.target] == node_of[route.holder]:
+                raise broken(f"{hop.stage.name} hop to {hop.target} crosses the network into the holder's node")
+            if node_of[hop.target] in entered:
+                raise broken(f"{hop.target} gets over the network what {entered[node_of[hop.target]]} of its node got")
+            if step == _RECEIVE:
+                if first_receiver or hop.source != route.holder:
+                    raise broken("RECEIVE comes from the holder and goes to one first receiver")
+                first_receiver = hop.target
+            elif hop.source != first_receiver:
+                raise broken(f"EXTERNAL hop from {hop.source}; expected the first receiver {first_receiver or 'none'}")
+            entered[node_of[hop.target]] = hop.target
+        got.add(hop.target)
+
+
+def _check_disjoint(plan: Plan, node_of: dict[str, int]) -> None:
+    """Routes have the same ids or none in common, and those with the same differ in all that they do."""
+    groups: dict[bytes, list[int]] = {}
+    previous = -1
+    for index, route in enumerate(plan.routes):
+        first = int(route.runs.runs[0, 0])
+        if first < previous:
+            raise PlanError(f"route {index} begins with id {first}, before the route in front of it")
+        previous = first
+        groups.setdefault(route.runs.runs.tobytes(), []).append(index)
+    tables = [plan.routes[same[0]].runs for same in groups.values()]
+    clash = _first_overlap(tables)
+    if clash is not None:
+        one, other, start, stop = clash
+        indices = [same[0] for same in groups.values()]
+        raise PlanError(f"routes {indices[one]} and {indices[other]} both carry ids {start}:{stop}, among others")
+    for same in groups.values():
+        if len(same) > 1:
+            _check_twins(plan, same, node_of)
+
+
+def _check_twins(plan: Plan, same: Sequence[int], node_of: dict[str, int]) -> None:
+    routes = [plan.routes[index] for index in same]
+    packers = [route.holder for route in routes]
+    targets = [hop.target for route in routes for hop in route.hops]
+    sent = [route for route in routes if route.hops[0].stage.value == _RECEIVE]
+    entered = {node_of[hop.target] for route in sent for hop in route.hops if hop.stage.value != _INTERNAL}
+    if len(set(packers)) != len(packers):
+        raise PlanError(f"routes {list(same)} have the same ids and the same holder; make them one route")
+    if len(set(targets)) != len(targets):
+        raise PlanError(f"routes {list(same)} have the same ids and reach a worker twice")
+    if len(sent) > 1:
+        raise PlanError(f"routes {list(same)} have the same ids, and trainers send them over the network twice")
+    for worker in packers:
+        if node_of[worker] in entered:
+            raise PlanError(f"routes {list(same)}: node {node_of[worker]} holds their ids and gets them by network")
+    if len({route.item_bytes for route in routes}) > 1:
+        raise PlanError(f"routes {list(same)} have the same ids and different widths")
+
+
+def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | None:
+    """Two tables that share ids, and an interval they share; None if there are none."""
+    if not tables:
+        return None
+    spans = np.concatenate([table.intervals for table in tables])
+    owner = np.repeat(np.arange(len(tables)), [len(table.intervals) for table in tables])
+    order = np.argsort(spans[:, 0], kind="stable")
+    spans, owner = spans[order], owner[order]
+    bad = np.flatnonzero(spans[1:, 0] < spans[:-1, 1])
+    if not len(bad):
+        return None
+    at = int(bad[0])
+    stop = min(int(spans[at, 1]), int(spans[at + 1, 1]))
+    return int(owner[at]), int(owner[at + 1]), int(spans[at + 1, 0]), stop
+
+
+def _classes_of_routes(plan: Plan, correspondence: Correspondence) -> tuple[list[int], list[int]]:
+    """Class and size of every route; a route must lie within one class."""
+    sizes = [route.runs.elements for route in plan.routes]
+    spans, owner = _sorted_spans([group.runs for group in correspondence.classes])
+    pieces = [route.runs.intervals for route in plan.routes]
+    flat = np.concatenate(pieces) if pieces else np.empty((0, 2), dtype=np.int64)
+    route_of = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+    mine, theirs = overlaps(flat, spans)
+    class_of = np.full(len(pieces), -1, dtype=np.int64)
+    class_of[route_of[mine]] = owner[theirs]
+    inside = np.minimum(flat[mine, 1], spans[theirs, 1]) - np.maximum(flat[mine, 0], spans[theirs, 0])
+    same = owner[theirs] == class_of[route_of[mine]]
+    covered = np.bincount(route_of[mine][same], weights=inside[same].astype(np.float64), minlength=len(pieces))
+    for index, size in enumerate(sizes):
+        if int(covered[index]) != size:
+            start, stop = pieces[index][0].tolist()
+            where = correspondence.space.describe_ids(start, stop)
+            raise PlanError(
+                f"route {index} from {where} on: {size} elements, {int(covered[index])} of one demand class"
+            )
+    return class_of.tolist(), sizes
+
+
+def _sorted_spans(tables: Sequence[RunTable]) -> tuple[IdArray, IdArray]:
+    if not tables:
+        return np.empty((0, 2), dtype=np.int64), np.empty(0, dtype=np.int64)
+    spans = np.concatenate([table.intervals for table in tables])
+    owner = np.repeat(np.arange(len(tables)), [len(table.intervals) for table in tables])
+    order = np.argsort(spans[:, 0], kind="stable")
+    return spans[order], owner[order]

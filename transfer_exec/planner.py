@@ -1,0 +1,97 @@
+"""From a demand and a cluster to a plan.
+
+``make_plan`` is a pure function: place the demand classes in nodes, divide them over workers by a linear program,
+cut them into routes, choose the number of rounds, and check every law of the result.
+
+>>> from layout_algebra.correspondence import correspond
+>>> from layout_algebra.source_map import SourceMap
+>>> from layout_algebra.space import CheckpointSpace, TensorSpec
+>>> space = CheckpointSpace([TensorSpec("w", (8,), "F32")])
+>>> whole = SourceMap.from_ids(space, {"w": np.arange(1, 9)})
+>>> topology = Topology.uniform(
+...     trainers=1, engines=1, engine_size=2, workers_per_node=2, nic_bytes_per_s=50e9, local_bytes_per_s=900e9)
+>>> plan = make_plan(
+...     correspond({"trainer/0": whole}, {"engine/0/0": whole, "engine/0/1": whole}), topology, buffer_bytes=1024)
+>>> for move in plan.moves():
+...     print(move.stage.name, move.source, move.target, move.runs.ids())
+RECEIVE trainer/0 engine/0/0 [1 2 3 4]
+RECEIVE trainer/0 engine/0/1 [5 6 7 8]
+INTERNAL engine/0/0 engine/0/1 [1 2 3 4]
+INTERNAL engine/0/1 engine/0/0 [5 6 7 8]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from layout_algebra.correspondence import Correspondence
+from transfer_exec.balance import balance
+from transfer_exec.bound import lower_bound
+from transfer_exec.demand import place_demand
+from transfer_exec.laws import check_demand
+from transfer_exec.links import Links
+from transfer_exec.plan import Plan, Route
+from transfer_exec.rounds import count_rounds
+from transfer_exec.routes import make_routes
+from transfer_exec.topology import Topology
+
+
+def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_bytes: int) -> Plan:
+    """Plan one update of all needers.
+
+    Parameters
+    ----------
+    correspondence
+        Who holds and who needs which ids.
+    topology
+        Where the workers are; every one of the correspondence's must be in it.
+    buffer_bytes
+        Budget per worker and round, for what it receives in one stage and for the distinct bytes it packs.
+
+    Returns
+    -------
+    Plan
+        The same for equal arguments, in whatever order their parts were given.
+
+    Raises
+    ------
+    UnheldError
+        If somebody needs an element that nobody holds.
+    BudgetError
+        If one element does not fit into ``buffer_bytes``.
+    TopologyError
+        If a worker is in no node.
+    """
+    links = Links.of(topology, correspondence.holders, correspondence.needers)
+    demands = place_demand(correspondence, links)
+    division = balance(demands, links)
+    routes = make_routes(correspondence, demands, division.shares, links)
+    bound = lower_bound(demands, links)
+    plan = Plan(
+        space_digest=correspondence.space.digest(),
+        holders=correspondence.holders,
+        needers=correspondence.needers,
+        nodes=links.node,
+        routes=routes,
+        rounds=count_rounds(routes, buffer_bytes),
+        buffer_bytes=buffer_bytes,
+        lower_bound_s=bound.seconds,
+        bound_link=bound.link,
+        optimum_s=division.optimum_s,
+        load_s=largest_load_s(routes, links),
+    )
+    check_demand(plan, correspondence)
+    return plan
+
+
+def largest_load_s(routes: Sequence[Route], links: Links) -> float:
+    """The longest time, bytes over bandwidth, that any link needs for these routes."""
+    number = {worker: position for position, worker in enumerate(links.workers)}
+    loads = np.zeros(len(links.bytes_per_s))
+    for route in routes:
+        for hop in route.hops:
+            for link in links.crossed(number[hop.source], number[hop.target]):
+                loads[link] += route.bytes
+    return float((loads / links.bytes_per_s).max(initial=0.0))

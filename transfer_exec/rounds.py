@@ -1,0 +1,100 @@
+"""How many rounds an update takes so that every worker's buffer holds each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layout_algebra.dtypes import IdArray
+from transfer_exec.errors import BudgetError
+from transfer_exec.plan import Route
+from transfer_exec.schedule import Schedule
+
+_CELLS = 1 << 22
+"""Entry-round pairs looked at in one step."""
+_PATIENCE = 64
+"""Numbers of rounds tried one by one before the steps grow."""
+
+
+def count_rounds(routes: Sequence[Route], buffer_bytes: int) -> int:
+    """The smallest number of rounds in which everything fits.
+
+    In every round no worker may receive more than ``buffer_bytes`` in one stage, nor pack more distinct bytes. If
+    the first 64 candidates fail, which takes many routes of few elements, later ones are tried in growing steps,
+    and the result is the smallest of those tried.
+
+    Raises
+    ------
+    BudgetError
+        If the buffer cannot hold one element.
+    """
+    if not routes:
+        if buffer_bytes < 1:
+            raise BudgetError(f"buffer_bytes is {buffer_bytes}; expected at least 1")
+        return 1
+    widest = max(routes, key=lambda route: route.item_bytes)
+    if widest.item_bytes > buffer_bytes:
+        first = int(widest.runs.runs[0, 0])
+        raise BudgetError(
+            f"buffer_bytes is {buffer_bytes}, and one element (id {first}, packed by {widest.holder}) has "
+            f"{widest.item_bytes} bytes; give a buffer of at least {widest.item_bytes} bytes"
+        )
+    sizes = np.array([route.runs.elements for route in routes], dtype=np.int64)
+    buffers = Buffers.of(routes)
+    rounds = max(1, -(-int(buffers.use(sizes[:, None]).max()) // buffer_bytes))
+    enough = int(sizes.sum())
+    tried = 0
+    while rounds < enough and buffers.largest_use(sizes, rounds) > buffer_bytes:
+        tried += 1
+        rounds += 1 if tried < _PATIENCE else max(1, rounds // _PATIENCE)
+    return min(rounds, enough)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """Which routes pass which buffer: one buffer per worker and stage that receives, and one per worker that packs.
+
+    Attributes
+    ----------
+    starts
+        Where each buffer's entries begin.
+    routes
+        Route of every entry.
+    item_bytes
+        Bytes of one element of that route.
+    """
+
+    starts: IdArray
+    routes: IdArray
+    item_bytes: IdArray
+
+    @staticmethod
+    def of(routes: Sequence[Route]) -> Buffers:
+        """The buffers of some routes; at least one route."""
+        passing: dict[tuple[str, int], list[int]] = {}
+        for index, route in enumerate(routes):
+            passing.setdefault((route.holder, -1), []).append(index)
+            for hop in route.hops:
+                passing.setdefault((hop.target, hop.stage.value), []).append(index)
+        counts = np.array([len(entries) for entries in passing.values()], dtype=np.int64)
+        entries = np.concatenate([np.array(group, dtype=np.int64) for group in passing.values()])
+        widths = np.array([route.item_bytes for route in routes], dtype=np.int64)
+        return Buffers(np.cumsum(counts) - counts, entries, widths[entries])
+
+    def use(self, elements: IdArray) -> IdArray:
+        """Bytes per buffer: elements of shape ``(routes, cases)`` give bytes of shape ``(buffers, cases)``."""
+        entry_bytes = elements[self.routes] * self.item_bytes[:, None]
+        used: IdArray = np.add.reduceat(entry_bytes, self.starts, axis=0)
+        return used
+
+    def largest_use(self, sizes: IdArray, rounds: int) -> int:
+        """Most bytes in any buffer in any round, exactly, for routes of these many elements."""
+        schedule = Schedule.of(sizes, rounds)
+        step = max(1, _CELLS // len(self.routes))
+        largest = 0
+        for first in range(0, rounds, step):
+            counted = schedule.elements(first, min(first + step, rounds))
+            largest = max(largest, int(self.use(counted).max()))
+        return largest
