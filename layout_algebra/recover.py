@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layout_algebra._diff_kernels import entries_of_ids
+from layout_algebra._kernels import entries_of_ids
 from layout_algebra._sweep_kernels import CONSTANT, COPY, sweep
 from layout_algebra.diff2 import Diff2, view_of
 from layout_algebra.dtypes import IdArray
