@@ -1,0 +1,87 @@
+"""From what the code passes left of one parameter to what is claimed of each of its elements.
+
+Codes give affine pieces of ids and constants that are codes; elements that held no code are constants if they held
+the same bits in every pass, and opaque if not. All of it is only claimed: verification decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from adapters.probe_live import LiveTensor
+from adapters.probe_verify import Claims, steady_claims
+from adapters.torch_bits import Bits, as_bits
+from layout_algebra.canonical import lift
+from layout_algebra.diff2 import Chunk, Diff2
+from layout_algebra.dtypes import IdArray
+from layout_algebra.recover import constant_ids, recover
+from layout_algebra.residues import Codebook, Pass
+from layout_algebra.space import CheckpointSpace
+
+
+def claims_of_values(one: LiveTensor, live: Bits, kept: Bits) -> Claims:
+    """Claims of a tensor that cannot hold codes, after the first load: whatever it is now, it stays."""
+    return steady_claims(live, kept, one.shape, one.dtype)
+
+
+def claims_of_codes(
+    one: LiveTensor,
+    live: Bits,
+    kept: Bits,
+    diffs: Sequence[Diff2],
+    codebook: Codebook,
+    passes: Sequence[Pass],
+    space: CheckpointSpace,
+) -> Claims:
+    """Claims of a tensor that can hold codes, after the last code pass."""
+    recovery = recover(diffs, passes, one.shape, space.total_elements)
+    copies = lift(recovery.copies)
+    numbers = constant_ids(passes)
+    order = np.argsort(numbers)
+    at = np.minimum(np.searchsorted(numbers[order], copies.source_starts), len(order) - 1)
+    steady = np.all(copies.source_strides == 0, axis=1) & (numbers[order][at] == copies.source_starts)
+    return steady_claims(
+        live,
+        kept,
+        one.shape,
+        one.dtype,
+        copies=copies,
+        as_constant=np.where(steady, order[at], -1),
+        constants=recovery.constants,
+        varying=varying_elements(diffs),
+        code_bits=as_bits(codebook.bits(one.dtype)),
+        past_end=codebook.bits(one.dtype, passes[-1].modulus)[1:].astype(np.uint64),
+    )
+
+
+def varying_elements(diffs: Sequence[Diff2]) -> IdArray:
+    """Elements that held no code in some pass and not the same bits in all: half-open intervals, shape ``(n, 2)``."""
+    found = [_varying_in(chunks) for chunks in zip(*(diff.chunks for diff in diffs), strict=True)]
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
+
+
+def _varying_in(chunks: Sequence[Chunk]) -> IdArray:
+    runs = [chunk.outside() for chunk in chunks]
+    if all(np.array_equal(runs[0], other) for other in runs[1:]):
+        return np.empty((0, 2), dtype=np.int64)
+    start, size = chunks[0].start, chunks[0].stop - chunks[0].start
+    varies = np.zeros(size, dtype=bool)
+    first_bits, first_outside = _spread(runs[0], start, size)
+    for listed in runs[1:]:
+        bits, outside = _spread(listed, start, size)
+        varies |= (outside != first_outside) | (outside & (bits != first_bits))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], varies, [False]]))) + start
+    return edges.reshape(-1, 2)
+
+
+def _spread(runs: IdArray, start: int, size: int) -> tuple[IdArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Runs as one entry an element: bits, and whether there is a run."""
+    lengths = runs[:, 1] - runs[:, 0]
+    index = np.repeat(runs[:, 0] - start - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    bits = np.zeros(size, dtype=np.int64)
+    outside = np.zeros(size, dtype=bool)
+    bits[index] = np.repeat(runs[:, 2], lengths)
+    outside[index] = True
+    return bits, outside

@@ -1,0 +1,302 @@
+"""Verification: what the codes claim of a parameter is believed only after two loads of unstructured numbers.
+
+Codes alone cannot tell a copy from ``abs``, a clamp, a max of two or a cast down and up again. Two more loads feed
+numbers from one random table of prime period with all mantissa bits: A with exponents -14..0, B with 1..14 and the
+opposite sign at every id. A copy must then hold its source value, converted to the parameter's dtype.
+
+>>> a, b = verification_pair(("F32",), Range.SIGNED)
+>>> bool(((a.tables["F32"] ^ b.tables["F32"]) >> 31 == 1).all()), a.period
+(True, 131071)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from adapters._probe_kernels import check_rows, check_steady, mark_rows, mask_intervals, steady_runs
+from adapters.probe_feed import Pattern
+from adapters.torch_bits import Bits, bits_view, storage_type, tensor_of_bits, torch_dtype
+from layout_algebra.canonical import lift
+from layout_algebra.dtypes import IdArray
+from layout_algebra.recover import rectangles_of_copies
+from layout_algebra.runs import RunTable
+from layout_algebra.slice_copy import CopyTable
+from layout_algebra.source_map import ParameterMap
+from layout_algebra.space import CheckpointSpace
+
+VERIFY_PERIOD = 131_071
+FEWEST_IDS = 32
+"""Beside opaque elements an affine piece of fewer distinct ids is opaque too: it may agree by selection."""
+
+_FORMATS = {"F16": (16, 5, 10), "BF16": (16, 8, 7), "F32": (32, 8, 23)}
+_SEED = 0x7EA_5EED
+_PART_ELEMENTS = 1 << 22
+_FEW_RUNS = 1 << 16
+
+
+class Range(Enum):
+    """Which numbers verification feeds; the later ones are for loaders that refuse the earlier."""
+
+    SIGNED = "signed"
+    POSITIVE = "sign not verified"
+    NARROW = "range not verified"
+
+
+def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pattern]:
+    """The two patterns of random numbers for some checkpoint dtypes."""
+    a: dict[str, Bits] = {}
+    b: dict[str, Bits] = {}
+    for dtype in sorted(set(dtypes)):
+        width, exponent_bits, mantissa_bits = _FORMATS[dtype]
+        random = np.random.Generator(np.random.Philox([_SEED, *dtype.encode()]))
+        sign = random.integers(0, 2, VERIFY_PERIOD, dtype=np.uint64)
+        low, high = (-7, 7) if values is Range.NARROW else (-14, 14)
+        for out, first, last, flip in ((a, low, 0, 0), (b, 1, high, 1)):
+            exponent = random.integers(first, last + 1, VERIFY_PERIOD) + (1 << (exponent_bits - 1)) - 1
+            bits = random.integers(0, 1 << mantissa_bits, VERIFY_PERIOD, dtype=np.uint64)
+            bits |= exponent.astype(np.uint64) << np.uint64(mantissa_bits)
+            if values is Range.SIGNED:
+                bits |= (sign ^ np.uint64(flip)) << np.uint64(width - 1)
+            out[dtype] = bits.astype(storage_type(width // 8))
+    return Pattern(a), Pattern(b)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """What a pattern makes of every id in a parameter of one dtype.
+
+    Attributes
+    ----------
+    starts, which
+        Ids from ``starts[k]`` on are predicted by ``tables[which[k]]``.
+    tables
+        Shape ``(dtypes, period)``.
+    """
+
+    starts: IdArray
+    which: IdArray
+    tables: Bits
+
+
+def predict(space: CheckpointSpace, pattern: Pattern, dtype: str) -> Prediction:
+    """The pattern's values converted to a parameter's dtype as torch does: exact when wider, else to nearest even."""
+    sources = sorted(pattern.tables)
+    target = torch_dtype(dtype)
+    tables = [bits_view(tensor_of_bits(pattern.tables[s], s, (pattern.period,)).to(target)).copy() for s in sources]
+    index = np.array([sources.index(spec.dtype) for spec in space.specs if spec.elements], dtype=np.int64)
+    starts = space.starts[:-1][np.diff(space.starts) > 0]
+    changes = np.concatenate([[True], index[1:] != index[:-1]])
+    return Prediction(starts[changes], index[changes], np.stack(tables))
+
+
+@dataclass(slots=True, eq=False)
+class Claims:
+    """What is believed of one parameter, and which of it has been refuted.
+
+    Attributes
+    ----------
+    copies
+        Affine pieces of ids, or constants where every source stride is 0 and ``as_constant`` is a code's number.
+    as_constant
+        One entry a copy: that number, or -1.
+    constants
+        Pieces that held one code in every pass; the source start is the code's number.
+    runs, values
+        Runs of other steady elements, as ``steady_runs`` gives them.
+    opaque
+        One bit an element, or None where nothing is opaque.
+    code_bits
+        Bits of every code in the parameter's dtype; shape ``(1, codes)``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    copies: CopyTable
+    as_constant: IdArray
+    constants: CopyTable
+    runs: IdArray
+    values: npt.NDArray[np.uint64]
+    opaque: npt.NDArray[np.uint8] | None
+    code_bits: Bits
+    _parts: tuple[IdArray, IdArray] = field(init=False)
+    _bad_copies: npt.NDArray[np.uint8] = field(init=False)
+    _not_constant: npt.NDArray[np.uint8] = field(init=False)
+    _bad_constants: npt.NDArray[np.uint8] = field(init=False)
+    _bad_runs: npt.NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parts = _split(self.copies.rows)
+        self._bad_copies = np.zeros(len(self.copies), dtype=np.uint8)
+        self._not_constant = (self.as_constant < 0).astype(np.uint8)
+        self._bad_constants = np.zeros(len(self.constants), dtype=np.uint8)
+        self._bad_runs = np.zeros(len(self.runs), dtype=np.uint8)
+
+    def check_copies(self, live: Bits, prediction: Prediction, executor: Executor) -> None:
+        """Refute copies that do not hold what their ids predict."""
+        rows, origin = self._parts
+        flags = self._bad_copies[origin]
+        jobs: list[Future[None]] = []
+        weights = np.cumsum(CopyTable(rows).elements) // _PART_ELEMENTS
+        edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(rows)]
+        parts = [slice(first, last) for first, last in pairwise(edges) if last > first]
+        for part in parts:
+            arguments = (live, rows[part], flags[part], prediction.starts, prediction.which, prediction.tables)
+            if len(parts) == 1:
+                check_rows(*arguments)
+            else:
+                jobs.append(executor.submit(check_rows, *arguments))
+        for job in jobs:
+            job.result()
+        np.maximum.at(self._bad_copies, origin, flags)
+
+    def check_steady(self, live: Bits, kept: Bits) -> None:
+        """Refute constants that changed."""
+        check_steady(live, kept, self.runs, self.values, self._bad_runs)
+        everywhere = np.zeros(1, dtype=np.int64)
+        check_rows(live, self.constants.rows.copy(), self._bad_constants, everywhere, everywhere, self.code_bits)
+        doubtful = np.flatnonzero(self._not_constant == 0)
+        rows = self.copies.rows[doubtful].copy()
+        rows[:, 1] = self.as_constant[doubtful]
+        flags = self._not_constant[doubtful]
+        check_rows(live, rows, flags, everywhere, everywhere, self.code_bits)
+        self._not_constant[doubtful] = flags
+
+    @property
+    def refuted(self) -> bool:
+        """Whether anything is opaque so far."""
+        lost = bool((self._bad_copies & self._not_constant).any())
+        return lost or bool(self._bad_constants.any() or self._bad_runs.any() or self.opaque is not None)
+
+    def settle(self) -> ParameterMap:
+        """The parameter's map: copies that agreed, opaque elements, and nothing said of the rest."""
+        if not self.refuted and not self._bad_copies.any():
+            return ParameterMap(self.shape, self.dtype, lift(self.copies), RunTable.empty())
+        good = self._bad_copies == 0
+        lost = (self._bad_copies & self._not_constant).astype(bool)
+        mask = self.opaque
+        if self.refuted:
+            small = _distinct_ids(self.copies) < FEWEST_IDS
+            lost |= good & small
+            good &= ~small
+            mask = np.zeros((self.elements + 7) // 8, dtype=np.uint8) if mask is None else mask
+            mark_rows(mask, self.copies.rows[lost])
+            self._mark_constants(mask)
+        rest = lift(rectangles_of_copies(CopyTable(self.copies.rows[good]), self.shape))
+        opaque = RunTable.empty() if mask is None else RunTable.from_intervals(mask_intervals(mask, self.elements))
+        return ParameterMap(self.shape, self.dtype, rest, opaque)
+
+    def _mark_constants(self, mask: npt.NDArray[np.uint8]) -> None:
+        """Mark refuted constants, and with each all others of its value: a clamp holds its bound here and there."""
+        code_values = self.code_bits[0].astype(np.uint64)[self.constants.source_starts]
+        plain = self.runs[:, 2] == 0
+        refuted = np.concatenate([code_values[self._bad_constants == 1], self.values[plain & (self._bad_runs == 1)]])
+        mark_rows(mask, self.constants.rows[np.isin(code_values, refuted)])
+        doubtful = np.flatnonzero((self._bad_copies == 1) & (self._not_constant == 0))
+        bits = self.code_bits[0].astype(np.uint64)[self.as_constant[doubtful]]
+        mark_rows(mask, self.copies.rows[doubtful[np.isin(bits, refuted)]])
+        lost = (plain & np.isin(self.values, refuted)) | (~plain & bool((~plain & (self._bad_runs == 1)).any()))
+        rows = np.zeros((int(lost.sum()), 5), dtype=np.int64)
+        rows[:, 0] = self.runs[lost, 0]
+        rows[:, 2] = self.runs[lost, 1] - self.runs[lost, 0]
+        rows[:, 3] = 1
+        mark_rows(mask, rows)
+
+
+def steady_claims(
+    live: Bits,
+    kept: Bits,
+    shape: tuple[int, ...],
+    dtype: str,
+    *,
+    copies: CopyTable | None = None,
+    as_constant: IdArray | None = None,
+    constants: CopyTable | None = None,
+    varying: IdArray | None = None,
+    code_bits: Bits | None = None,
+    past_end: npt.NDArray[np.uint64] | None = None,
+) -> Claims:
+    """Claims of one parameter: the given copies and constants, and everything else as steady as it is now.
+
+    Parameters
+    ----------
+    live, kept
+        Flat bits now and before the probe.
+    shape, dtype
+        Of the parameter.
+    copies, as_constant, constants, code_bits
+        See ``Claims``; by default none.
+    varying
+        Half-open intervals of elements known to be opaque; shape ``(n, 2)``.
+    past_end
+        Sorted bits that are no constant where no piece claims them: codes of numbers past the last id.
+    """
+    copies = CopyTable.empty() if copies is None else copies
+    constants = CopyTable.empty() if constants is None else constants
+    as_constant = np.full(len(copies), -1, dtype=np.int64) if as_constant is None else as_constant
+    code_bits = np.zeros((1, 1), dtype=live.dtype) if code_bits is None else code_bits
+    runs, values, mask = np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.uint64), None
+    if int(copies.elements.sum()) < len(live):
+        claimed = np.zeros((len(live) + 7) // 8, dtype=np.uint8)
+        mark_rows(claimed, copies.rows.copy())
+        mark_rows(claimed, constants.rows.copy())
+        opaque = np.empty((0, 2), dtype=np.int64) if varying is None else varying
+        mark_rows(claimed, _interval_rows(opaque))
+        runs, values, spilled = steady_runs(live, kept, claimed, min(len(live), max(_FEW_RUNS, len(live) // 32)))
+        if past_end is not None:
+            beyond = (runs[:, 2] == 0) & np.isin(values, past_end)
+            spilled = np.concatenate([spilled, runs[beyond, :2]])
+            runs, values = runs[~beyond], values[~beyond]
+        opaque = np.concatenate([opaque, spilled])
+        if len(opaque):
+            mask = np.zeros((len(live) + 7) // 8, dtype=np.uint8)
+            mark_rows(mask, _interval_rows(opaque))
+    return Claims(shape, dtype, len(live), copies, as_constant, constants, runs, values, mask, np.atleast_2d(code_bits))
+
+
+def _interval_rows(intervals: IdArray) -> IdArray:
+    """Half-open intervals as rows that write them."""
+    rows = np.zeros((len(intervals), 5), dtype=np.int64)
+    rows[:, 0] = intervals[:, 0]
+    rows[:, 2] = intervals[:, 1] - intervals[:, 0]
+    rows[:, 3] = 1
+    return rows
+
+
+def _distinct_ids(table: CopyTable) -> IdArray:
+    """How many different ids every piece copies, at most."""
+    product = np.prod(np.where(table.source_strides == 0, 1, table.extents), axis=1, dtype=np.int64)
+    low, high = table.bounds(of="source")
+    out: IdArray = np.minimum(product, high - low + 1)
+    return out
+
+
+def _split(rows: IdArray) -> tuple[IdArray, IdArray]:
+    """Cut large slice copies along their outermost axis; the parts, and the row each comes from."""
+    elements = np.prod(rows[:, 2::3], axis=1, dtype=np.int64)
+    if not len(rows) or int(elements.max()) <= _PART_ELEMENTS:
+        return rows.copy(), np.arange(len(rows))
+    extents = rows[:, 2::3]
+    axis = np.argmax(extents > 1, axis=1)
+    index = np.arange(len(rows))
+    extent = extents[index, axis]
+    part = np.maximum(1, extent * _PART_ELEMENTS // np.maximum(elements, 1))
+    count = np.where(elements > _PART_ELEMENTS, -(-extent // part), 1)
+    part = np.where(count > 1, part, extent)
+    origin = np.repeat(index, count)
+    nth = np.arange(len(origin)) - np.repeat(np.cumsum(count) - count, count)
+    out = rows[origin].copy()
+    first = nth * part[origin]
+    at = axis[origin]
+    here = np.arange(len(origin))
+    out[:, 0] += first * out[here, 3 + 3 * at]
+    out[:, 1] += first * out[here, 4 + 3 * at]
+    out[here, 2 + 3 * at] = np.minimum(part[origin], extent[origin] - first)
+    return out, origin

@@ -1,0 +1,383 @@
+"""Discovery: run a worker's own ``load_weights`` on index-coded checkpoints and read off what every element copies.
+
+The loader is a black box. It is called a few times with tensors whose values encode element ids (code passes), then
+twice with unstructured numbers (verification), and all parameters get their own bits back, also when it raises.
+
+>>> from layout_algebra.space import TensorSpec
+>>> space = CheckpointSpace([TensorSpec("q", (2, 3), "F32"), TensorSpec("k", (2, 3), "F32")])
+>>> held = {"qk": torch.zeros(2, 6)}
+>>> def load_weights(weights):
+...     loaded = dict(weights)
+...     held["qk"].copy_(torch.cat([loaded["q"], loaded["k"]], dim=1))
+>>> [str(copy) for copy in probe(load_weights, held, space).slice_copies("qk")]
+['0+(2:6,3:1) <- 7+(2:3,3:1)', '3+(2:6,3:1) <- 1+(2:3,3:1)']
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from enum import IntEnum
+from types import GeneratorType
+from typing import TypeAlias, TypeVar
+
+import torch
+
+from adapters.probe_claims import claims_of_codes, claims_of_values
+from adapters.probe_feed import Feeder, Pattern
+from adapters.probe_live import Keeper, LiveTensor, Parameters, check_same, find_live, live_tensors
+from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
+from adapters.torch_bits import as_bits
+from layout_algebra.diff2 import Diff2, encode
+from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
+from layout_algebra.residues import Codebook, Pass, choose_codebook, plan_passes
+from layout_algebra.source_map import ParameterMap, SourceMap
+from layout_algebra.space import CheckpointSpace
+
+__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "LoadWeights", "Progress", "live_tensors", "probe"]
+
+LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with what is being done, steps done and steps in all."""
+
+Result = TypeVar("Result")
+
+DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
+_SMALL_BYTES = 1 << 22
+_MOST_THREADS = 8
+
+_log = logging.getLogger(__name__)
+
+
+def probe(
+    load_weights: LoadWeights,
+    parameters: Parameters,
+    space: CheckpointSpace,
+    *,
+    agree: Callable[[int], int] | None = None,
+    progress: Progress | None = None,
+    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+) -> SourceMap:
+    """Find the source map of a worker by running its loader.
+
+    Parameters
+    ----------
+    load_weights
+        The engine's own loader, together with whatever the engine does after loading. It gets all tensors of the
+        checkpoint, in natural name order, as ``(name, tensor)`` pairs in host memory. A generator that it returns
+        is run to its end.
+    parameters
+        Live tensors by name, or a callable that lists them anew after every load, for loaders that replace them.
+        ``live_tensors(module)`` lists a module's.
+    space
+        The checkpoint.
+    agree
+        The maximum of a number over all ranks of the model, for loaders that communicate: it is asked once after
+        every load, on every rank equally often.
+    progress
+        Told about every step.
+    memory_limit_bytes
+        Bound on memory beside the copy of the parameters: the buffer that feeds (about the largest checkpoint
+        tensor) and the lists that passes leave.
+
+    Returns
+    -------
+    SourceMap
+        For every name the final tensor's elements: copy of one id, empty, or opaque.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If a checkpoint tensor's or a live tensor's dtype cannot be probed; nothing was loaded.
+    LoaderRaisedError
+        If the loader raised; its exception is chained.
+    LoaderWroteNothingError
+        If no element came from the checkpoint.
+    ParameterReplacedError
+        If the live tensors' names or sizes change from call to call.
+    ProbeError
+        Its parent, for what else stops discovery. In every case all tensors have their own bits again.
+
+    Notes
+    -----
+    Costs ``passes + 2`` loads, five for up to 3.5e9 elements, plus about as much again for copying and reading the
+    parameters. Loads are repeated with private copies for a loader that writes into its input or keeps it, and with
+    tamer numbers for one that refuses those of verification.
+    """
+    codebook = choose_codebook(space)
+    passes = plan_passes(codebook, space.total_elements)
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="probe") as executor:
+        worker = _Worker(load_weights, parameters, space, agree, progress, executor, len(passes) + 2)
+        feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD], executor)
+        if feeder.nbytes > memory_limit_bytes:
+            raise ProbeError(
+                f"feeding this checkpoint takes a buffer of {feeder.nbytes:,} bytes, about its largest tensor; "
+                f"memory_limit_bytes is {memory_limit_bytes:,}"
+            )
+        with worker.kept(feeder):
+            claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.nbytes)
+            _verify(worker, claims)
+            found = {one.name: claims[one.name].settle() for one in worker.live}
+            _check_wrote(found)
+            return SourceMap(space, {name: found[one.name] for one in worker.live for name in one.names})
+
+
+class _Status(IntEnum):
+    """How a load went on one rank; the worst over all ranks decides what every rank does next."""
+
+    FINE = 0
+    NEEDS_COPIES = 1
+    RAISED = 2
+    FAILED = 3
+
+
+class _Worker:
+    """The loader, its live tensors, and the manners that every load keeps."""
+
+    def __init__(
+        self,
+        load_weights: LoadWeights,
+        parameters: Parameters,
+        space: CheckpointSpace,
+        agree: Callable[[int], int] | None,
+        progress: Progress | None,
+        executor: Executor,
+        total_loads: int,
+    ) -> None:
+        self._load_weights = load_weights
+        self._parameters = parameters
+        self._agree = agree
+        self._progress = progress
+        self._total = total_loads
+        self._done = 0
+        self.space = space
+        self.executor = executor
+        self.first = find_live(parameters)
+        self.live = self.first
+        self.keeper = Keeper(self.first, executor)
+
+    @contextmanager
+    def kept(self, feeder: Feeder) -> Iterator[None]:
+        """Keep all bits inside the block and give them back at its end, however it ends."""
+        self._feeder = feeder
+        self.tell("keeping parameters")
+        try:
+            self.keeper.keep_and_clear()
+            yield
+        finally:
+            self._give_back()
+
+    def tell(self, what: str) -> None:
+        """Report a step."""
+        if self._progress is not None:
+            self._progress(what, self._done, self._total)
+
+    def note(self, what: str) -> None:
+        """Report something the user should know."""
+        _log.warning(what)
+        self.tell(what)
+
+    def load(self, pattern: Pattern, what: str, read: Callable[[], Result]) -> Result:
+        """Run the loader on a pattern, then ``read`` what it left; repeat with private copies where needed.
+
+        Raises
+        ------
+        LoaderRaisedError
+            If the loader raised, here or on another rank.
+        ProbeError
+            Whatever ``read`` raised, here or on another rank.
+        """
+        while True:
+            self.tell(what)
+            status, error, result = self._attempt(pattern, read)
+            worst = status if self._agree is None else _Status(self._agree(int(status)))
+            if worst is _Status.FINE and result is not None:
+                self._done += 1
+                return result[0]
+            if worst is _Status.NEEDS_COPIES:
+                self._feeder.make_private()
+                self.note(f"{what}: load_weights writes into its input or keeps it; repeating with private copies")
+                continue
+            if worst is _Status.RAISED:
+                raise LoaderRaisedError(f"load_weights raised during {what}: {_describe(error)}") from error
+            if isinstance(error, ProbeError):
+                raise error
+            raise ProbeError(f"{what}: could not read the parameters: {_describe(error)}") from error
+
+    def _attempt(
+        self, pattern: Pattern, read: Callable[[], Result]
+    ) -> tuple[_Status, Exception | None, tuple[Result] | None]:
+        try:
+            self.keeper.give_back_steering(self.live)
+            self._feeder.prepare(pattern)
+        except Exception as error:  # noqa: BLE001 every rank must hear of it
+            return _Status.FAILED, error, None
+        raised: Exception | None = None
+        try:
+            self._call()
+        except Exception as error:  # noqa: BLE001 a loader may raise anything
+            raised = error
+        try:
+            now = find_live(self._parameters)
+            if not self._feeder.private and (
+                any(self._feeder.holds(one.tensor) for one in now) or self._feeder.damaged() is not None
+            ):
+                return _Status.NEEDS_COPIES, raised, None
+            if raised is not None:
+                return _Status.RAISED, raised, None
+            check_same(self.live, now, sharing=self._done > 0)
+            self.live = now
+            return _Status.FINE, None, (read(),)
+        except Exception as error:  # noqa: BLE001 every rank must hear of it
+            return _Status.FAILED, error, None
+
+    def _call(self) -> None:
+        with torch.no_grad():
+            result = self._load_weights(self._feeder.feed())
+            if isinstance(result, GeneratorType):
+                deque(result, maxlen=0)
+            elif inspect.iscoroutine(result):
+                result.close()
+                raise TypeError("load_weights is a coroutine function; expected one that loads before it returns")
+        for device in {one.tensor.device for one in self.live if one.tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+    def _give_back(self) -> None:
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                try:
+                    now = find_live(self._parameters)
+                except Exception:  # noqa: BLE001 the user's callable may be what fails
+                    now = self.live
+                self.keeper.give_back(now, self._feeder.holds)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _read_codes(
+    worker: _Worker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int
+) -> dict[str, Claims]:
+    """Run the code passes and join what they leave into claims, one a live tensor."""
+    dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements})
+    diffs: dict[str, list[Diff2]] = {}
+    claims: dict[str, Claims] = {}
+    for number, one_pass in enumerate(passes):
+
+        def read(one_pass: Pass = one_pass) -> tuple[dict[str, Diff2], dict[str, Claims]]:
+            left = memory_limit_bytes - sum(diff.nbytes for listed in diffs.values() for diff in listed)
+            coded = [one for one in worker.live if codebook.decoding(one.dtype) is not None]
+            return _encode_all(worker, coded, codebook, one_pass, left), _check_values(worker, codebook, claims)
+
+        pattern = Pattern({dtype: as_bits(codebook.table(dtype, one_pass)) for dtype in dtypes})
+        found, steady = worker.load(pattern, f"code pass {number + 1} of {len(passes)}", read)
+        for name, diff in found.items():
+            diffs.setdefault(name, []).append(diff)
+        claims.update(steady)
+    worker.tell("joining passes")
+    for one in worker.live:
+        if one.name in diffs:
+            bits, kept = one.bits(), worker.keeper.kept(one.name)
+            claims[one.name] = claims_of_codes(one, bits, kept, diffs.pop(one.name), codebook, passes, worker.space)
+    return claims
+
+
+def _encode_all(
+    worker: _Worker, coded: Sequence[LiveTensor], codebook: Codebook, one_pass: Pass, limit_bytes: int
+) -> dict[str, Diff2]:
+    """Second differences of every tensor that can hold codes: small ones side by side, large ones chunk by chunk."""
+
+    def encode_one(one: LiveTensor, executor: Executor | None) -> Diff2:
+        decoding = codebook.decoding(one.dtype)
+        assert decoding is not None
+        return encode(
+            one.bits(),
+            one.shape,
+            decoding,
+            one_pass,
+            executor=executor,
+            name=one.name,
+            dense_limit_bytes=max(limit_bytes, 0),
+        )
+
+    small = [one for one in coded if one.tensor.nbytes <= _SMALL_BYTES]
+    found = dict(
+        zip((one.name for one in small), worker.executor.map(lambda one: encode_one(one, None), small), strict=True)
+    )
+    for one in coded:
+        if one.tensor.nbytes > _SMALL_BYTES:
+            found[one.name] = encode_one(one, worker.executor)
+    return found
+
+
+def _check_values(worker: _Worker, codebook: Codebook, claims: dict[str, Claims]) -> dict[str, Claims]:
+    """Claims of the tensors that cannot hold codes: made after the first load, checked after the others."""
+    made = {}
+    for one in worker.live:
+        if codebook.decoding(one.dtype) is None:
+            kept = worker.keeper.kept(one.name)
+            if one.name in claims:
+                claims[one.name].check_steady(one.bits(), kept)
+            else:
+                made[one.name] = claims_of_values(one, one.bits(), kept)
+    return made
+
+
+def _verify(worker: _Worker, claims: dict[str, Claims]) -> None:
+    """Run both verification passes, with tamer numbers for a loader that refuses the first ones."""
+    dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
+    for values in Range:
+        try:
+            for letter, pattern in zip("AB", verification_pair(dtypes, values), strict=True):
+                predictions: dict[str, Prediction] = {}
+
+                def read(pattern: Pattern = pattern, predictions: dict[str, Prediction] = predictions) -> bool:
+                    _compare(worker, claims, pattern, predictions)
+                    return True
+
+                worker.load(pattern, f"verification {letter}", read)
+        except LoaderRaisedError as error:
+            if values is Range.NARROW:
+                raise
+            worker.note(f"{error}; trying again with tamer numbers")
+        else:
+            if values is not Range.SIGNED:
+                worker.note(f"load_weights refused the wider numbers of verification: {values.value}")
+            return
+
+
+def _compare(worker: _Worker, claims: dict[str, Claims], pattern: Pattern, predictions: dict[str, Prediction]) -> None:
+    for one in worker.live:
+        mine, bits = claims[one.name], one.bits()
+        if len(mine.copies):
+            if one.dtype not in predictions:
+                predictions[one.dtype] = predict(worker.space, pattern, one.dtype)
+            mine.check_copies(bits, predictions[one.dtype], worker.executor)
+        mine.check_steady(bits, worker.keeper.kept(one.name))
+
+
+def _check_wrote(found: dict[str, ParameterMap]) -> None:
+    """Refuse a loader under which nothing came from the checkpoint, unless there is nothing to fill."""
+    elements = sum(entry.elements for entry in found.values())
+    if elements and not any(len(entry.copies) or entry.opaque for entry in found.values()):
+        raise LoaderWroteNothingError(
+            f"load_weights returned, but none of the {elements:,} elements of {len(found)} live tensors came from the "
+            "checkpoint; expected some. Check that the names it knows are the checkpoint's, and that `parameters` "
+            "lists the tensors it writes (a callable, if it replaces them)"
+        )
+
+
+def _describe(error: Exception | None) -> str:
+    return "on another rank" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
