@@ -88,12 +88,12 @@ class Feeder:
         self._executor = executor
         self._private = False
         self._pattern = Pattern({})
-        self._places = {period: _place(space, period) for period in set(periods)}
+        self._places = {period: _place(space, period) for period in {Pattern({}).period, *periods}}
         self._buffers: dict[str, Bits] = {}
         for dtype in {spec.dtype for spec in space.specs if spec.elements}:
             chosen = np.array([spec.dtype == dtype and spec.elements > 0 for spec in space.specs])
             sizes = np.diff(space.starts)[chosen]
-            length = max(int((offsets[chosen] + sizes).max()) for offsets in self._places.values())
+            length = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
             self._buffers[dtype] = _aligned(length, dtype_of(dtype).item_bytes)
 
     @property

@@ -144,7 +144,7 @@ class Claims:
         rows, origin = self._parts
         flags = self._bad_copies[origin]
         jobs: list[Future[None]] = []
-        weights = np.cumsum(CopyTable(rows).elements) // _PART_ELEMENTS
+        weights = np.cumsum(np.prod(rows[:, 2::3], axis=1, dtype=np.int64)) // _PART_ELEMENTS
         edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(rows)]
         parts = [slice(first, last) for first, last in pairwise(edges) if last > first]
         for part in parts:

@@ -170,7 +170,10 @@ class _Worker:
             self.keeper.keep_and_clear()
             yield
         finally:
-            self._give_back()
+            try:
+                self.tell("giving parameters back")
+            finally:
+                self._give_back()
 
     def tell(self, what: str) -> None:
         """Report a step."""
