@@ -133,9 +133,7 @@ def grow_chain(chain: Ints, number: int, out: Ints, count: int) -> int:
     else:
         if chain[_LEAD] != 0:
             lead = chain[_LEAD_ID]
-            count = emit(
-                out, count, chain[_FIRST] - 1, column, 2, width, lead, chain[_ID] - lead, slope, kind
-            )
+            count = emit(out, count, chain[_FIRST] - 1, column, 2, width, lead, chain[_ID] - lead, slope, kind)
             chain[_LEAD] = 0
         else:
             chain[_LEAD] = 1
@@ -270,9 +268,7 @@ def runs_of_row(
                     if not (third < used and columns[third] == column + 3):
                         value3 = ring_add(value2, slope2, modulus)
                         if kind == COPY:
-                            longer = (
-                                kind_of(value2, top, constants) == COPY and kind_of(value3, top, constants) == COPY
-                            )
+                            longer = kind_of(value2, top, constants) == COPY and kind_of(value3, top, constants) == COPY
                         else:
                             longer = value2 == value and value3 == value
                         if longer:
@@ -315,9 +311,7 @@ def segments_of_band(
             target = columns[active] if active < used else width
         if target < width:
             following, value1, slope1 = walk(columns, bends, used, active, column, value, slope, target, modulus)
-            _, step1, step_slope1 = walk(
-                columns, step_bends, used, active, column, step, step_slope, target, modulus
-            )
+            _, step1, step_slope1 = walk(columns, step_bends, used, active, column, step, step_slope, target, modulus)
         else:
             following, value1, slope1, step1, step_slope1 = used, 0, 0, 0, 0
         length = 1

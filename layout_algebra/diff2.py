@@ -10,48 +10,84 @@ code numbers are linear in the id. So a parameter of any size leaves a short lis
 >>> memory = FLOAT_CODES.table("BF16", one)[ids % 1919]
 >>> found = encode(memory, (10, 10), FLOAT_CODES.decoding("BF16"), one)
 >>> [(int(p), int(v)) for p, v in zip(*found.entries())]
-[(0, 1), (10, 9), (11, 1910)]
+[(0, 1), (10, 9), (11, 1909)]
 
 Elements that hold no code count as 0 there and are listed apart, with their bits, in ``outside``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from layout_algebra._scan_kernels import decode, equal_runs, scan
 from layout_algebra.dtypes import IdArray
+from layout_algebra.errors import ProbeError
 from layout_algebra.residues import Decoding, Pass
+from layout_algebra.views import view_of
 
 DENSE_LIMIT_BYTES = 1 << 28
+"""How much irregular content of one parameter and pass ``encode`` keeps by default."""
 
-
-def view_of(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's shape as (rows, columns): columns are its last axis longer than one.
-
-    >>> view_of((4, 3, 2, 1)), view_of((7,)), view_of(()), view_of((3, 0))
-    ((12, 2), (1, 7), (1, 1), (0, 1))
-    """
-    extents = [extent for extent in shape if extent != 1]
-    if 0 in extents:
-        return 0, 1
-    return math.prod(extents[:-1]), extents[-1] if extents else 1
+CHUNK_ELEMENTS = 1 << 21
+_CHUNKS_AT_ONCE = 16
+_LISTED_BYTES = 6
+_SPAN_BYTES = 16
+_RUN_BYTES = 24
+_NOTHING = np.empty(0, dtype=np.uint16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """One stretch of flat elements ``start .. stop - 1`` of a parameter under one pass.
 
-    All passes cut a parameter of one size into the same chunks.
+    All passes cut parameters of one shape into the same chunks.
+
+    Attributes
+    ----------
+    start, stop
+        Flat indices.
+    places, values
+        Second differences that are not 0: uint32 offsets from ``start``, ascending, and uint16 values. ``places`` is
+        empty and ``values`` has an entry for every element where a list would have been longer.
+    runs
+        ``outside()``, where it is short.
+    bits
+        The chunk's own bits, unsigned, where ``runs`` would have been longer; else empty.
+    decoding, modulus
+        How ``bits`` are read.
     """
 
     start: int
     stop: int
+    places: npt.NDArray[np.uint32]
+    values: npt.NDArray[np.uint16]
+    runs: IdArray
+    bits: npt.NDArray[np.unsignedinteger]
+    decoding: Decoding
+    modulus: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.places.nbytes + self.values.nbytes + self.runs.nbytes + self.bits.nbytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes held in plain arrays rather than lists."""
+        return self.bits.nbytes + (0 if len(self.places) == len(self.values) else self.values.nbytes)
+
+    def entries(self) -> tuple[IdArray, npt.NDArray[np.uint16]]:
+        """Flat positions in the parameter, ascending, and second differences of ``id mod modulus`` there, none 0."""
+        if len(self.places) == len(self.values):
+            return self.places.astype(np.int64) + self.start, self.values
+        places = np.flatnonzero(self.values)
+        return places + self.start, self.values[places]
 
     def outside(self) -> IdArray:
         """Elements that hold no code of this pass, as maximal runs of equal bits within the chunk.
@@ -60,13 +96,27 @@ class Chunk:
         -------
         ndarray
             int64, shape ``(n, 3)``: first flat index, index past the last, the element's bits (as a signed number
-            for 64-bit elements); ascending.
+            for 64-bit elements); ascending. Up to 24 bytes an element where the chunk is irregular.
         """
-        raise NotImplementedError
+        if not len(self.bits):
+            return self.runs
+        ends = np.diff(self.is_outside().astype(np.int8), prepend=0, append=0)
+        spans = np.stack([np.flatnonzero(ends == 1), np.flatnonzero(ends == -1)], axis=1).reshape(-1)
+        runs, count = equal_runs(self.bits, spans, len(self.bits))
+        table = runs[: 3 * count].reshape(-1, 3)
+        table[:, :2] += self.start
+        return table
 
     def is_outside(self) -> npt.NDArray[np.bool_]:
         """For every element of the chunk whether it holds no code; shape ``(stop - start,)``."""
-        raise NotImplementedError
+        if len(self.bits):
+            numbers = np.empty(len(self.bits), dtype=np.uint16)
+            decode(self.bits, self.decoding.base << self.decoding.shift, self.decoding.shift, numbers)
+            return numbers >= self.modulus
+        mask = np.zeros(self.stop - self.start, dtype=np.bool_)
+        for start, stop, _ in self.runs.tolist():
+            mask[start - self.start : stop - self.start] = True
+        return mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,16 +139,30 @@ class Diff2:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the lists."""
-        raise NotImplementedError
+        """Bytes held."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
-    def entries(self) -> tuple[IdArray, IdArray]:
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes held in plain arrays rather than lists: what counts against ``dense_limit_bytes``."""
+        return sum(chunk.dense_bytes for chunk in self.chunks)
+
+    def entries(self) -> tuple[IdArray, npt.NDArray[np.uint16]]:
         """Flat positions, ascending, and second differences of ``id mod modulus`` there, in ``1 .. modulus - 1``."""
-        raise NotImplementedError
+        parts = [chunk.entries() for chunk in self.chunks]
+        places = np.concatenate([np.empty(0, dtype=np.int64), *(part[0] for part in parts)])
+        return places, np.concatenate([_NOTHING, *(part[1] for part in parts)])
 
     def outside(self) -> IdArray:
-        """``Chunk.outside`` of all chunks, joined; int64, shape ``(n, 3)``. 24 bytes a run of equal bits."""
-        raise NotImplementedError
+        """``Chunk.outside`` of all chunks, those that meet joined; int64, shape ``(n, 3)``."""
+        runs = np.concatenate([np.empty((0, 3), dtype=np.int64), *(chunk.outside() for chunk in self.chunks)])
+        goes_on = np.zeros(len(runs), dtype=np.bool_)
+        goes_on[1:] = (runs[1:, 0] == runs[:-1, 1]) & (runs[1:, 2] == runs[:-1, 2])
+        heads = np.flatnonzero(~goes_on)
+        joined = runs[heads]
+        if len(runs):
+            joined[:, 1] = runs[np.append(heads[1:], len(runs)) - 1, 1]
+        return joined
 
 
 def encode(
@@ -125,7 +189,8 @@ def encode(
     of_pass
         The pass that was fed.
     executor
-        Where chunks run side by side; the kernels release the GIL. By default this thread does all.
+        Where chunks run side by side; the kernels release the GIL. By default this thread does all. It must not be
+        an executor whose workers call this function and wait.
     name
         The parameter's name, for the message of a refusal.
     dense_limit_bytes
@@ -135,6 +200,103 @@ def encode(
     Raises
     ------
     ProbeError
-        If plain arrays would need more than ``dense_limit_bytes``: the content is too irregular to keep.
+        If plain arrays would need more than ``dense_limit_bytes``: the content is too irregular to keep; or if the
+        memory does not fit the shape and dtype.
     """
-    raise NotImplementedError
+    rows, width = view_of(shape)
+    bits = _bits_of(memory, rows * width, decoding, name)
+
+    def read(stretch: tuple[int, int]) -> Chunk:
+        return _read_chunk(bits, stretch[0], stretch[1], width, decoding, of_pass)
+
+    chunks: list[Chunk] = []
+    kept_bytes = 0
+    stretches = list(_stretches(rows, width))
+    # A few chunks at a time, so that a refusal comes before much is kept.
+    for first in range(0, len(stretches), _CHUNKS_AT_ONCE):
+        some = stretches[first : first + _CHUNKS_AT_ONCE]
+        chunks += map(read, some) if executor is None or len(some) < 2 else executor.map(read, some)
+        kept_bytes += sum(chunk.dense_bytes for chunk in chunks[first:])
+        if kept_bytes > dense_limit_bytes:
+            raise ProbeError(
+                f"{name}: up to element {chunks[-1].stop:,} of {rows * width:,} it is too irregular to keep in "
+                f"{dense_limit_bytes:,} bytes; raise memory_limit_bytes, or leave the parameter out"
+            )
+    return Diff2(tuple(shape), of_pass, tuple(chunks))
+
+
+def _bits_of(
+    memory: npt.NDArray[np.generic], elements: int, decoding: Decoding, name: str
+) -> npt.NDArray[np.unsignedinteger]:
+    if memory.size != elements or memory.itemsize != decoding.storage.itemsize or not memory.flags.c_contiguous:
+        raise ProbeError(
+            f"{name}: memory is {memory.size} elements of {memory.dtype}, contiguous: {memory.flags.c_contiguous}; "
+            f"expected {elements} contiguous elements of the width of {decoding.storage}"
+        )
+    flat: npt.NDArray[np.unsignedinteger] = memory.reshape(-1).view(decoding.storage)
+    return flat
+
+
+def _stretches(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cut a parameter into chunks. Where rows are long, chunks do not straddle the first three rows' ends."""
+    size = rows * width
+    cuts = {0, size}
+    if width > CHUNK_ELEMENTS // 4:
+        cuts |= {min(width, size), min(2 * width, size)}
+    for start, stop in pairwise(sorted(cuts)):
+        for first in range(start, stop, CHUNK_ELEMENTS):
+            yield first, min(first + CHUNK_ELEMENTS, stop)
+
+
+def _read_chunk(
+    bits: npt.NDArray[np.unsignedinteger], start: int, stop: int, width: int, decoding: Decoding, of_pass: Pass
+) -> Chunk:
+    size = stop - start
+    windows, base = _windows(bits, start, stop, width, decoding)
+    bounds = start, stop, width, base, of_pass.modulus, of_pass.inverse
+    most_spans = size * bits.itemsize // _SPAN_BYTES + 1
+    dense = _NOTHING
+    entries, count, spans, span_count = scan(*windows, *bounds, size * 2 // _LISTED_BYTES + 64, most_spans, dense)
+    if count < 0:
+        dense = np.zeros(size, dtype=np.uint16)
+        entries, count, spans, span_count = scan(*windows, *bounds, 0, most_spans, dense)
+    places = (entries[:count] >> 16).astype(np.uint32)
+    values = dense if len(dense) else (entries[:count] & 0xFFFF).astype(np.uint16)
+    kept = np.empty(0, dtype=bits.dtype)
+    table = np.empty((0, 3), dtype=np.int64)
+    if span_count:
+        runs, run_count = np.empty(0, dtype=np.int64), -1
+        if span_count > 0:
+            runs, run_count = equal_runs(bits, spans[: 2 * span_count], size * bits.itemsize // _RUN_BYTES + 1)
+        if run_count < 0:
+            kept = bits[start:stop].copy()
+        else:
+            table = runs[: 3 * run_count].reshape(-1, 3).copy()
+    return Chunk(start, stop, places, values, table, kept, decoding, of_pass.modulus)
+
+
+def _windows(
+    bits: npt.NDArray[np.unsignedinteger], start: int, stop: int, width: int, decoding: Decoding
+) -> tuple[tuple[npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int], int]:
+    """The numbers that a chunk, its rows above and their rows above are read from, each with its first flat index.
+
+    Bfloat16 is read in place, less its base; other dtypes are decoded into buffers of about the chunk's size.
+    """
+    if decoding.shift == 0 and bits.itemsize == 2:
+        return (bits, 0, bits, 0, bits, 0), decoding.base
+
+    def decoded(first: int, last: int) -> npt.NDArray[np.uint16]:
+        numbers = np.empty(last - first, dtype=np.uint16)
+        decode(bits[first:last], decoding.base << decoding.shift, decoding.shift, numbers)
+        return numbers
+
+    if width <= CHUNK_ELEMENTS // 4:
+        first = max(0, start - 2 * width - 2)
+        numbers = decoded(first, stop)
+        return (numbers, first, numbers, first, numbers, first), 0
+    # Two elements more on the left: the chunk's first column differences reach back to them.
+    parts: list[tuple[npt.NDArray[np.uint16], int]] = []
+    for shift in (0, width, 2 * width):
+        first, last = max(0, start - shift - 2), max(0, stop - shift)
+        parts.append((decoded(min(first, last), last), min(first, last)))
+    return (*parts[0], *parts[1], *parts[2]), 0

@@ -18,17 +18,20 @@ they are not 0, and costs time in the number of pieces, not of elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from layout_algebra._kernels import entries_of_ids
+from layout_algebra._kernels import entries_of_ids, entries_of_rectangles, join_entries, pieces_inside
 from layout_algebra._sweep_kernels import CONSTANT, COPY, sweep
-from layout_algebra.diff2 import Diff2, view_of
+from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import IdArray
-from layout_algebra.residues import Pass
+from layout_algebra.errors import MapError, ProbeError
+from layout_algebra.residues import Pass, join, product_of
 from layout_algebra.slice_copy import CopyTable
+from layout_algebra.views import rectangles_in_view, view_of
 
 _NO_CONSTANTS = np.empty(0, dtype=np.int64)
 _ANY_ID = 1 << 62
@@ -54,22 +57,6 @@ def rectangles_of_ids(ids: IdArray) -> CopyTable:
     return _table(pieces[:found], width, COPY)
 
 
-def _table(pieces: IdArray, width: int, kind: int) -> CopyTable:
-    """The sweep's pieces of one kind as a copy table."""
-    pieces = pieces[pieces[:, 7] == kind]
-    row, column, height, length, number, step, slope, _ = pieces.T
-    table = np.zeros((len(pieces), 8), dtype=np.int64)
-    table[:, 0] = row * width + column
-    table[:, 1] = number
-    table[:, 2] = height
-    table[:, 3] = np.where(height > 1, width, 0)
-    table[:, 4] = np.where(height > 1, step, 0)
-    table[:, 5] = length
-    table[:, 6] = np.where(length > 1, 1, 0)
-    table[:, 7] = np.where(length > 1, slope, 0)
-    return CopyTable(table[np.argsort(table[:, 0], kind="stable")])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovery:
     """What the code passes say about one parameter.
@@ -77,24 +64,22 @@ class Recovery:
     Attributes
     ----------
     copies
-        Affine rectangles of ids in ``1..N``; a function of those ids and the shape alone. No element of them held
-        a non-code in any pass. Verification still has to decide whether they are copies.
+        Affine rectangles of ids in ``1..N``: ``rectangles_of_ids`` of those ids. No element of them lay outside the
+        codes in any pass. Verification still has to decide whether they are copies.
     constants
-        Rectangles outside ``copies`` whose elements had equal bits, a code, in every pass: the source start is the
-        code's number (``bits = (number + base) << shift``), source strides are 0.
+        Rectangles whose elements had equal bits in every pass and no id: the source start is the code's number
+        (``bits = (number + base) << shift``), source strides are 0.
 
-    Elements in neither are: outside in every pass (empty or opaque, see ``Diff2.outside``), outside in some passes only
-    (opaque), all residues 0 (code number 0 in every pass, a constant if verification agrees), or a number past N (opaque).
-    A rectangle of ``copies`` with source strides 0 may as well be a constant: see ``constant_of_id``.
+    An element in neither was outside in every pass (empty or opaque, see ``Diff2.outside``), or outside in some passes
+    only (opaque), or held code number 0 in every pass (a constant, or opaque), or names a number past N (opaque). A
+    rectangle of copies with source strides 0 may as well be a constant: see ``constant_ids``.
     """
 
     copies: CopyTable
     constants: CopyTable
 
 
-def recover(
-    diffs: Sequence[Diff2], passes: Sequence[Pass], shape: Sequence[int], total_elements: int
-) -> Recovery:
+def recover(diffs: Sequence[Diff2], passes: Sequence[Pass], shape: Sequence[int], total_elements: int) -> Recovery:
     """Join what every pass left of one parameter into affine rectangles of ids.
 
     Parameters
@@ -111,31 +96,61 @@ def recover(
     Raises
     ------
     ProbeError
-        If diffs and passes do not belong together.
+        If diffs and passes do not belong together, or cannot name that many ids.
     """
-    raise NotImplementedError
+    modulus = product_of(passes)
+    if [diff.of_pass for diff in diffs] != list(passes) or any(diff.shape != tuple(shape) for diff in diffs):
+        raise ProbeError(
+            f"second differences of shapes {[diff.shape for diff in diffs]} under {[diff.of_pass for diff in diffs]}; "
+            f"expected {tuple(shape)} under {list(passes)}"
+        )
+    if modulus <= 2 * total_elements:
+        raise ProbeError(
+            f"moduli with product {modulus:,} cannot tell {total_elements:,} ids and their differences apart"
+        )
+    rows, width = view_of(shape)
+    named = constant_ids(passes)
+    number_of = np.flatnonzero(named > total_elements)
+    number_of = number_of[np.argsort(named[number_of], kind="stable")]
+    constants = named[number_of]
+
+    place, value = _joined(diffs, passes)
+    pieces, found, strays = sweep(place, value, rows, width, modulus, total_elements, constants)
+    copies = _table(pieces[:found], width, COPY)
+    fixed = _table(pieces[:found], width, CONSTANT)
+    as_numbers = fixed.rows.copy()
+    as_numbers[:, 1] = number_of[np.searchsorted(constants, fixed.source_starts)]
+    partly = _partly_outside(diffs)
+    if len(partly):
+        copies = without(copies, partly, shape)
+    elif strays or len(fixed):
+        # What else stood there moved the cuts between bands; without it they depend on ids alone.
+        copies = rectangles_of_copies(copies, shape)
+    return Recovery(copies, CopyTable(as_numbers))
 
 
 def constant_ids(passes: Sequence[Pass]) -> IdArray:
-    """The number that an element seems to be when it holds one code in every pass.
+    """The number that an element seems to hold when its bits are one code in every pass.
 
-    Entry ``i`` is for code number ``i``; int64, shape ``(largest modulus,)``.
+    Entry ``i`` is for code number ``i``; int64, shape ``(largest modulus,)``. A code beyond a pass's modulus is outside
+    in that pass and counts as residue 0.
     """
-    raise NotImplementedError
+    numbers = np.arange(max(one.modulus for one in passes), dtype=np.int64)
+    residues = [np.where(numbers < one.modulus, numbers * one.inverse % one.modulus, 0) for one in passes]
+    return join(residues, passes)
 
 
 def rectangles_of_copies(table: CopyTable, shape: Sequence[int]) -> CopyTable:
-    """The same rectangles as ``rectangles_of_ids`` of the table's ids, without listing them.
+    """The same rectangles as ``rectangles_of_ids`` of the table's ids, without listing the ids.
 
     Use it after dropping rows of ``Recovery.copies`` (opaque pieces), so that the rest is in normal form again.
-    Targets must be disjoint.
 
     Raises
     ------
     MapError
-        If targets overlap.
+        If targets overlap or leave the parameter, or an id is below 1.
     """
-    raise NotImplementedError
+    return without(table, np.empty((0, 2), dtype=np.int64), shape)
 
 
 def without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTable:
@@ -146,6 +161,88 @@ def without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTab
     table
         Copies of a parameter of that shape, targets disjoint.
     removed
-        Flat indices as sorted, disjoint, half-open intervals, int64 of shape ``(n, 2)``; they may lie outside the copies.
+        Flat indices as sorted, disjoint, half-open intervals, int64 of shape ``(n, 2)``; they may lie anywhere.
+
+    Raises
+    ------
+    MapError
+        If targets overlap or leave the parameter, or an id is below 1.
     """
-    raise NotImplementedError
+    rows, width = view_of(shape)
+    if len(table):
+        low, high = table.bounds(of="target")
+        if int(low.min()) < 0 or int(high.max()) >= rows * width:
+            raise MapError(f"slice copies write {low.min()}..{high.max()} of a parameter of {rows * width} elements")
+        if int(table.bounds(of="source")[0].min()) < 1:
+            raise MapError(f"slice copies read id {table.bounds(of='source')[0].min()}; ids begin at 1")
+    pieces = rectangles_in_view(table, width)
+    holes, hole_count = pieces_inside(pieces, width, np.ascontiguousarray(removed, dtype=np.int64))
+    holes = holes[:hole_count]
+    place, value, count = entries_of_rectangles(np.concatenate([pieces, holes]), rows, width)
+    place, value = _summed(place[:count], value[:count])
+    found, found_count, _ = sweep(place, value, rows, width, 0, _ANY_ID, _NO_CONSTANTS)
+    out = _table(found[:found_count], width, COPY)
+    left = int(table.elements.sum()) - int(holes[:, 3].sum())
+    if int(out.elements.sum()) != left:
+        raise MapError(f"slice copies overlap: {left} elements are written, {out.elements.sum()} of them different")
+    return out
+
+
+def _joined(diffs: Sequence[Diff2], passes: Sequence[Pass]) -> tuple[IdArray, IdArray]:
+    """All passes' second differences as one list of numbers modulo the product of the moduli."""
+    lists = [diff.entries() for diff in diffs]
+    starts = np.cumsum([0, *(len(places) for places, _ in lists)], dtype=np.int64)
+    moduli = [one.modulus for one in passes]
+    inverses = [pow(math.prod(moduli[:k]), -1, modulus) for k, modulus in enumerate(moduli)]
+    place, value, count = join_entries(
+        np.concatenate([places for places, _ in lists]),
+        np.concatenate([values for _, values in lists]),
+        starts,
+        np.array(moduli, dtype=np.int64),
+        np.array(inverses, dtype=np.int64),
+    )
+    return place[:count], value[:count]
+
+
+def _partly_outside(diffs: Sequence[Diff2]) -> IdArray:
+    """Elements that held a code in some passes only, as intervals of flat indices; shape ``(n, 2)``."""
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
+        if all(not len(chunk.runs) and not len(chunk.bits) for chunk in chunks):
+            continue
+        masks = [chunk.is_outside() for chunk in chunks]
+        some = np.logical_or.reduce(masks) & ~np.logical_and.reduce(masks)
+        edges = np.flatnonzero(np.diff(some.view(np.int8), prepend=0, append=0))
+        parts.append(edges.reshape(-1, 2) + chunks[0].start)
+    spans = np.concatenate(parts)
+    goes_on = np.zeros(len(spans), dtype=np.bool_)
+    goes_on[1:] = spans[1:, 0] == spans[:-1, 1]
+    return np.stack([spans[~goes_on, 0], spans[np.append(~goes_on[1:], True)[: len(spans)], 1]], axis=1)
+
+
+def _summed(place: IdArray, value: IdArray) -> tuple[IdArray, IdArray]:
+    """Sort a list of second differences by place and add up those of one place."""
+    if not len(place):
+        return place, value
+    order = np.argsort(place, kind="stable")
+    place, value = place[order], value[order]
+    heads = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
+    place, value = place[heads], np.add.reduceat(value, heads)
+    kept = value != 0
+    return place[kept], value[kept]
+
+
+def _table(pieces: IdArray, width: int, kind: int) -> CopyTable:
+    """The sweep's pieces of one kind as a copy table."""
+    pieces = pieces[pieces[:, 7] == kind]
+    row, column, height, length, number, step, slope, _ = pieces.T
+    table = np.zeros((len(pieces), 8), dtype=np.int64)
+    table[:, 0] = row * width + column
+    table[:, 1] = number
+    table[:, 2] = height
+    table[:, 3] = np.where(height > 1, width, 0)
+    table[:, 4] = np.where(height > 1, step, 0)
+    table[:, 5] = length
+    table[:, 6] = np.where(length > 1, 1, 0)
+    table[:, 7] = np.where(length > 1, slope, 0)
+    return CopyTable(table[np.argsort(table[:, 0], kind="stable")])

@@ -1,0 +1,273 @@
+"""Kernels that read probed memory once: second differences of code numbers, and where no code stands.
+
+The hot loops run in 16-bit lanes: numbers are unsigned and under 2**15, and ``min(a, a + modulus)`` reduces a
+difference, since a negative one wraps to a huge number. Arrays are sliced so that loops index from zero, which lets
+LLVM vectorize them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from layout_algebra._jit import inlined, kernel
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint16]
+Bits = npt.NDArray[np.unsignedinteger]
+
+BLOCK = 2048
+"""Elements that are tested at once."""
+
+
+@kernel
+def decode(bits: Bits, base: int, shift: int, out: Words) -> None:
+    """Code numbers of wide or narrow floats; everything that is no code becomes 65535.
+
+    Turning the low bits to the top makes one comparison do for both conditions on a code.
+    """
+    width = bits.itemsize * 8
+    for k in range(len(bits)):
+        offset = bits[k] - bits.dtype.type(base)
+        turned = bits.dtype.type(offset >> bits.dtype.type(shift)) | bits.dtype.type(
+            offset << bits.dtype.type(width - shift)
+        )
+        out[k] = np.uint16(min(turned, bits.dtype.type(65535)))
+
+
+@inlined
+def bend_rows(
+    here: Words, above: Words, higher: Words, count: int, base: np.uint16, modulus: np.uint16, out: Words
+) -> tuple[np.uint16, np.uint16, np.uint16]:
+    """``here - 2 * above + higher`` of code numbers, reduced; returns the or of it, least and greatest number here."""
+    some, least, most, zero = np.uint16(0), np.uint16(65535), np.uint16(0), np.uint16(0)
+    for k in range(count):
+        number0 = np.uint16(here[k] - base)
+        number1 = np.uint16(above[k] - base)
+        number2 = np.uint16(higher[k] - base)
+        code0 = number0 if number0 < modulus else zero
+        code1 = number1 if number1 < modulus else zero
+        code2 = number2 if number2 < modulus else zero
+        first = np.uint16(code0 - code1)
+        first = min(first, np.uint16(first + modulus))
+        second = np.uint16(code1 - code2)
+        second = min(second, np.uint16(second + modulus))
+        bend = np.uint16(first - second)
+        bend = min(bend, np.uint16(bend + modulus))
+        out[k] = bend
+        some = np.uint16(some | bend)
+        least = min(least, number0)
+        most = max(most, number0)
+    return some, least, most
+
+
+@inlined
+def bend_columns(bends: Words, count: int, modulus: np.uint16, out: Words) -> np.uint16:
+    """``bends[k + 2] - 2 * bends[k + 1] + bends[k]``, reduced; returns the or of it."""
+    here, left, farther = bends[2:], bends[1:], bends
+    some = np.uint16(0)
+    for k in range(count):
+        first = np.uint16(here[k] - left[k])
+        first = min(first, np.uint16(first + modulus))
+        second = np.uint16(left[k] - farther[k])
+        second = min(second, np.uint16(second + modulus))
+        bend = np.uint16(first - second)
+        bend = min(bend, np.uint16(bend + modulus))
+        out[k] = bend
+        some = np.uint16(some | bend)
+    return some
+
+
+@inlined
+def bend_first_rows(
+    here: Words, above: Words, count: int, base: np.uint16, modulus: np.uint16, out: Words
+) -> tuple[np.uint16, np.uint16, np.uint16]:
+    """``bend_rows`` in row 1, or in row 0 where ``above`` is empty: what lies before the matrix is 0."""
+    some, least, most, zero = np.uint16(0), np.uint16(65535), np.uint16(0), np.uint16(0)
+    for k in range(count):
+        number = np.uint16(here[k] - base)
+        bend = number if number < modulus else zero
+        least = min(least, number)
+        most = max(most, number)
+        if len(above) > 0:
+            number = np.uint16(above[k] - base)
+            code = number if number < modulus else zero
+            for _ in range(2):
+                bend = np.uint16(bend - code)
+                bend = min(bend, np.uint16(bend + modulus))
+        out[k] = bend
+        some = np.uint16(some | bend)
+    return some, least, most
+
+
+@inlined
+def row_bend_at(
+    here: Words, here_start: int, above: Words, above_start: int, higher: Words, higher_start: int,
+    index: int, width: int, base: np.uint16, modulus: np.uint16, out: Words,
+) -> None:  # fmt: skip
+    """The second difference along the rows of one element, into ``out[0]``."""
+    one = here[index - here_start : index - here_start + 1]
+    if index >= 2 * width:
+        up = index - width - above_start
+        top = index - 2 * width - higher_start
+        bend_rows(one, above[up : up + 1], higher[top : top + 1], 1, base, modulus, out)
+    elif index >= width:
+        up = index - width - above_start
+        bend_first_rows(one, above[up : up + 1], 1, base, modulus, out)
+    else:
+        bend_first_rows(one, above[:0], 1, base, modulus, out)
+
+
+@kernel
+def longer(array: Ints, count: int) -> Ints:
+    """The first ``count`` numbers of an array, with twice the room."""
+    out = np.empty(2 * len(array), dtype=np.int64)
+    out[:count] = array[:count]
+    return out
+
+
+@kernel
+def scan(
+    here: Words, here_start: int, above: Words, above_start: int, higher: Words, higher_start: int,
+    start: int, stop: int, width: int, base: int, modulus: int, inverse: int,
+    most_entries: int, most_spans: int, dense: Words,
+) -> tuple[Ints, int, Ints, int]:  # fmt: skip
+    """Second differences of the flat elements ``start .. stop - 1`` of a matrix, and where they hold no code.
+
+    The element at flat index i is ``here[i - here_start]``, the one above it ``above[i - width - above_start]``, the
+    one above that ``higher[i - 2 * width - higher_start]``; the three may be one array. A number is a code if
+    ``number - base < modulus``.
+
+    Returns
+    -------
+    tuple
+        Entries as ``(index - start) << 16 | value``, their number, spans without a code as (start, stop) pairs in a
+        flat array, their number. A number of -1 says that there are more than ``most_entries`` or ``most_spans``.
+        With a ``dense`` array of the stretch's size, values go there and none are listed.
+    """
+    entries = np.empty(64, dtype=np.int64)
+    entry_count = 0
+    spans = np.empty(16, dtype=np.int64)
+    span_count = 0
+    zero_base, top = np.uint16(base), np.uint16(modulus)
+    bends = np.empty(BLOCK + 2, dtype=np.uint16)
+    found = np.empty(BLOCK, dtype=np.uint16)
+    for back in range(1, 3):
+        bends[2 - back] = 0
+        if start % width >= back:
+            row_bend_at(
+                here, here_start, above, above_start, higher, higher_start,
+                start - back, width, zero_base, top, bends[2 - back : 3 - back],
+            )  # fmt: skip
+    index = start
+    while index < stop:
+        end = min(stop, index + BLOCK)
+        if index < width:
+            end = min(end, width)
+        elif index < 2 * width:
+            end = min(end, 2 * width)
+        count = end - index
+        row_here = here[index - here_start : end - here_start]
+        if index >= 2 * width:
+            row_above = above[index - width - above_start : end - width - above_start]
+            row_higher = higher[index - 2 * width - higher_start : end - 2 * width - higher_start]
+            some, least, most = bend_rows(row_here, row_above, row_higher, count, zero_base, top, bends[2:])
+        else:
+            row_above = above[:0]
+            if index >= width:
+                row_above = above[index - width - above_start : end - width - above_start]
+            some, least, most = bend_first_rows(row_here, row_above, count, zero_base, top, bends[2:])
+
+        if most >= top and span_count >= 0:
+            k = 0
+            while k < count:
+                first = k
+                if least >= top:
+                    k = count
+                else:
+                    while k < count and np.uint16(row_here[k] - zero_base) >= top:
+                        k += 1
+                if k > first:
+                    if span_count > 0 and spans[2 * span_count - 1] == index + first:
+                        spans[2 * span_count - 1] = index + k
+                    else:
+                        if span_count == most_spans:
+                            span_count = -1
+                            break
+                        if 2 * span_count == len(spans):
+                            spans = longer(spans, 2 * span_count)
+                        spans[2 * span_count] = index + first
+                        spans[2 * span_count + 1] = index + k
+                        span_count += 1
+                k += 1
+
+        if some != 0 or bends[0] != 0 or bends[1] != 0:
+            # Column differences, one stretch of a row at a time: what stands left of column 0 is 0.
+            k = 0
+            column = index % width
+            while k < count:
+                size = min(count - k, width - column)
+                part = bends[k : k + size + 2]
+                if column < 2:
+                    part[0] = 0
+                if column == 0:
+                    part[1] = 0
+                some = bend_columns(part, size, top, found)
+                if some != 0:
+                    if len(dense) > 0:
+                        for j in range(size):
+                            dense[index - start + k + j] = np.int64(found[j]) * inverse % modulus
+                    else:
+                        if entry_count + size > most_entries:
+                            listed = 0
+                            for j in range(size):
+                                listed += found[j] != 0
+                            if entry_count + listed > most_entries:
+                                return entries, -1, spans, span_count
+                        while entry_count + size > len(entries):
+                            entries = longer(entries, entry_count)
+                        for j in range(size):
+                            if found[j] != 0:
+                                number = np.int64(found[j]) * inverse % modulus
+                                entries[entry_count] = (index - start + k + j) << 16 | number
+                                entry_count += 1
+                k += size
+                column = 0
+        bends[0] = bends[count]
+        bends[1] = bends[count + 1]
+        index = end
+    return entries, entry_count, spans, span_count
+
+
+@kernel
+def equal_runs(bits: Bits, spans: Ints, most_runs: int) -> tuple[Ints, int]:
+    """Cut spans of elements into maximal runs of equal bits.
+
+    Returns rows (start, stop, bits as a signed number) in a flat array, and their number, or -1 past ``most_runs``.
+    """
+    runs = np.empty(24, dtype=np.int64)
+    count = 0
+    for span in range(len(spans) // 2):
+        index, end = spans[2 * span], spans[2 * span + 1]
+        while index < end:
+            first = index
+            value = bits[index]
+            while index < end:
+                block = bits[index : min(end, index + BLOCK)]
+                differs = value ^ value
+                for k in range(len(block)):
+                    differs |= block[k] ^ value
+                if differs != 0:
+                    while bits[index] == value:
+                        index += 1
+                    break
+                index += len(block)
+            if count == most_runs:
+                return runs, -1
+            if 3 * count == len(runs):
+                runs = longer(runs, 3 * count)
+            runs[3 * count] = first
+            runs[3 * count + 1] = index
+            runs[3 * count + 2] = np.int64(value)
+            count += 1
+    return runs, count
