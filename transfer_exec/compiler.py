@@ -118,6 +118,7 @@ def compile_from_regions(regions: Regions, worker: str, source_map: SourceMap) -
         descriptors=descriptors,
         pack=pack,
         assemble=assemble,
+        arriving=np.stack([layouts[buffer].sizes.sum(axis=0) for buffer in _STAGE_BUFFERS]),
     )
 
 
@@ -258,9 +259,7 @@ def _check_held(plan: Plan, source_map: SourceMap, worker: str, routes: IdArray)
         )
 
 
-def _check_served(
-    plan: Plan, source_map: SourceMap, worker: str, received: list[tuple[Buffer, Layout]]
-) -> None:
+def _check_served(plan: Plan, source_map: SourceMap, worker: str, received: list[tuple[Buffer, Layout]]) -> None:
     arriving = [plan.routes[route].runs for _, layout in received for route in layout.routes.tolist()]
     missing = source_map.needed().subtract(RunTable.empty().union(*arriving))
     if missing:
@@ -271,9 +270,7 @@ def _check_served(
         )
 
 
-def _check_codes(
-    worker: str, tensors: tuple[ProgramTensor, ...], pack: GatherTable, assemble: GatherTable
-) -> None:
+def _check_codes(worker: str, tensors: tuple[ProgramTensor, ...], pack: GatherTable, assemble: GatherTable) -> None:
     for table, verb in ((pack, "sent from"), (assemble, "assembled into")):
         bad = np.flatnonzero(table.rows[:, Column.CODE] < 0)
         if len(bad):

@@ -11,6 +11,7 @@
     +-- ProgramError         a program that does not fit the memory or the map it is bound to
     +-- TransportError       a region, peer or write that failed; names the peer and what it said
     +-- DeadlineError        a wait that ended; names version, phase, round and rank
+    +-- ReportError          a measure whose events are missing or contradict each other
 """
 
 
@@ -48,3 +49,7 @@ class TransportError(TransferError):
 
 class DeadlineError(TransferError):
     """A wait reached its deadline."""
+
+
+class ReportError(TransferError):
+    """A measure cannot be computed: an event is missing or contradicts another."""

@@ -110,7 +110,7 @@ def gather_table(plan: Plan, sources: Sources, buffers: Sequence[tuple[Buffer, L
     pieces = [_pieces(plan, sources, buffer, layout) for buffer, layout in buffers]
     rounds = np.concatenate([np.empty(0, dtype=np.int64), *(number for number, _ in pieces)])
     rows = np.concatenate([np.empty((0, len(Column)), dtype=np.int64), *(rows for _, rows in pieces)])
-    rounds, rows = _fold_best(rounds, rows, sources.wire_bytes, sources.codes)
+    rounds, rows = fold_rows(rounds, rows)
     bounds = np.searchsorted(rounds, np.arange(plan.rounds + 1)).astype(np.int64)
     return GatherTable(rows, bounds)
 
@@ -158,15 +158,33 @@ def _split(intervals: IdArray, about: IdArray, edges: IdArray) -> tuple[IdArray,
     return np.stack([starts, stops], axis=1), facts
 
 
-def _fold_best(rounds: IdArray, rows: IdArray, wire_bytes: IdArray, codes: IdArray) -> tuple[IdArray, IdArray]:
-    """Fold in order of indices and in order of offsets, and keep the shorter for every tensor."""
+def fold_rows(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
+    """Join rows that continue each other and turn regular progressions of equal rows into one.
+
+    Tried in order of indices and in order of offsets, and the shorter kept for every tensor.
+
+    Parameters
+    ----------
+    rounds
+        The round of every row; shape ``(n,)``.
+    rows
+        Rows with a count of 1; shape ``(n, 11)``.
+
+    Returns
+    -------
+    tuple
+        Rounds, ascending, and rows that move the same elements.
+    """
+    if not len(rows):
+        return rounds, rows
     folded = []
     for first, second in ((Column.INDEX, Column.OFFSET), (Column.OFFSET, Column.INDEX)):
         order = np.lexsort((rows[:, second], rows[:, first], rows[:, Column.BUFFER], rows[:, Column.TENSOR], rounds))
         folded.append(_fold(rounds[order], rows[order]))
-    counts = [np.bincount(table[:, Column.TENSOR], minlength=len(codes)) for _, table in folded]
-    by_index = counts[0] <= counts[1]
-    kept = [by_index[folded[0][1][:, Column.TENSOR]], ~by_index[folded[1][1][:, Column.TENSOR]]]
+    tensors = int(rows[:, Column.TENSOR].max()) + 1
+    by_index, by_offset = (np.bincount(table[:, Column.TENSOR], minlength=tensors) for _, table in folded)
+    chosen = by_index <= by_offset
+    kept = [chosen[folded[0][1][:, Column.TENSOR]], ~chosen[folded[1][1][:, Column.TENSOR]]]
     out_rounds = np.concatenate([number[keep] for (number, _), keep in zip(folded, kept, strict=True)])
     out = np.concatenate([table[keep] for (_, table), keep in zip(folded, kept, strict=True)])
     order = np.lexsort((out[:, Column.OFFSET], out[:, Column.INDEX], out[:, Column.TENSOR], out_rounds))
@@ -209,9 +227,7 @@ def _progressions(
     if count < 3:
         return rounds, rows
     static = tuple(column for column in Column if column not in (Column.INDEX, Column.OFFSET))
-    linked = (
-        allowed[1:] & allowed[:-1] & (rounds[1:] == rounds[:-1]) & _equal(rows[:-1], rows[1:], static)
-    )
+    linked = allowed[1:] & allowed[:-1] & (rounds[1:] == rounds[:-1]) & _equal(rows[:-1], rows[1:], static)
     steps = np.diff(rows[:, [Column.INDEX, Column.OFFSET]], axis=0)
     # Link i joins rows i and i + 1; it goes on from link i - 1 when both hold and step alike.
     goes_on = np.zeros(count - 1, dtype=bool)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from layout_algebra.dtypes import dtype_of
+from layout_algebra.dtypes import IdArray, dtype_of
 from transfer_exec.descriptors import DescriptorTable
 from transfer_exec.gather import GatherTable
 from transfer_exec.plan import Stage
@@ -160,6 +160,8 @@ class Program:
         Tables of the messages this worker sends.
     pack, assemble
         Which tensor elements stand where in the PACK buffer; and in the three others.
+    arriving
+        Payload bytes that reach this worker, by stage and round; int64, shape ``(3, rounds)``.
     """
 
     worker: str
@@ -173,6 +175,7 @@ class Program:
     descriptors: tuple[DescriptorTable, ...]
     pack: GatherTable
     assemble: GatherTable
+    arriving: IdArray
 
     def buffer_bytes(self, buffer: Buffer) -> int:
         """Size of one buffer: that of its fullest round."""

@@ -75,6 +75,7 @@ class _Program(msgspec.Struct, array_like=True, frozen=True):
     descriptors: tuple[_Table, ...]
     pack: _Table
     assemble: _Table
+    arriving: bytes
 
 
 def plain_program(program: Program) -> bytes:
@@ -95,6 +96,7 @@ def plain_program(program: Program) -> bytes:
             ),
             _Table(0, _pack(program.pack.rows), _pack(program.pack.bounds[:, None])),
             _Table(0, _pack(program.assemble.rows), _pack(program.assemble.bounds[:, None])),
+            _pack(program.arriving.T),
         )
     )
 
@@ -148,6 +150,8 @@ def check_program(program: Program) -> None:
         dtype_of(tensor.dtype)
         if any(extent < 0 for extent in tensor.shape):
             raise ProgramError(f"{tensor.name}: shape {tensor.shape} has a negative extent")
+    if program.arriving.shape != (len(Stage), program.rounds):
+        raise ProgramError(f"{program.worker}: counts arriving bytes of {program.arriving.shape} stages and rounds")
     for step in program.instructions:
         _check_step(program, step)
     for table in program.descriptors:
@@ -270,6 +274,7 @@ def _rebuild(packed: _Program) -> Program:
         ),
         pack=GatherTable(_unpack(packed.pack.rows, width), _bounds(packed.pack)),
         assemble=GatherTable(_unpack(packed.assemble.rows, width), _bounds(packed.assemble)),
+        arriving=np.ascontiguousarray(_unpack(packed.arriving, len(Stage)).T),
     )
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
 from typing import NamedTuple, NewType, Protocol
 
 import msgspec
@@ -247,9 +246,53 @@ def check_process(owner_pid: int, worker: str) -> None:
         )
 
 
-def check_peer(mine: str, transport: str, peer: Endpoint, known: Mapping[str, object]) -> None:
+def check_peer(mine: str, transport: str, peer: Endpoint) -> None:
     """Refuse an endpoint of another transport, or of this worker itself."""
     if peer.transport != transport:
         raise TransportError(f"{mine} speaks {transport}, {peer.worker} speaks {peer.transport}; use one on both sides")
     if peer.worker == mine:
-        raise TransportError(f"{mine}: cannot connect to itself ({len(known)} peers are connected)")
+        raise TransportError(f"{mine}: cannot connect to itself")
+
+
+class RegionTable:
+    """A transport's own table of registered regions."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        """The process that may use the regions."""
+        self._regions: list[tuple[str, Memory]] = []
+
+    def add(self, worker: str, name: str, memory: Memory) -> RegionHandle:
+        """Register; TransportError if the name is taken, or the memory is unfit or overlaps a registered region."""
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous or not memory.flags.writeable:
+            raise TransportError(
+                f"{worker}: region {name} is {memory.dtype} of shape {memory.shape}; expected writable contiguous bytes"
+            )
+        for other, taken in self._regions:
+            if other == name:
+                raise TransportError(f"{worker}: region {name} is registered already")
+            if np.may_share_memory(taken, memory):
+                raise TransportError(f"{worker}: region {name} overlaps region {other}")
+        self._regions.append((name, memory))
+        return RegionHandle(len(self._regions) - 1)
+
+    def items(self) -> tuple[tuple[str, Memory], ...]:
+        """Names and memory, in the order registered."""
+        return tuple(self._regions)
+
+    def of(self, worker: str, handle: RegionHandle) -> tuple[str, Memory]:
+        """Name and memory of a handle; TransportError for a stale one."""
+        if not 0 <= handle < len(self._regions):
+            raise TransportError(f"{worker}: region handle {handle} is not registered")
+        return self._regions[handle]
+
+    def named(self, worker: str, name: str) -> Memory:
+        """Memory of a name; TransportError if there is none."""
+        for other, memory in self._regions:
+            if other == name:
+                return memory
+        raise TransportError(f"{worker}: region {name} is not registered")
+
+    def clear(self) -> None:
+        """Forget all regions."""
+        self._regions.clear()

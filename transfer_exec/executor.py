@@ -1,0 +1,218 @@
+"""Runs one worker's program, once for every version.
+
+::
+
+    program   = compile_program(plan, worker, source_map)
+    executor  = Executor(program, memory, SharedMemoryTransport(worker), deadline_s=60)
+    # publish executor.endpoint over the control plane, gather those of the peers
+    executor.connect({peer: endpoint, ...})
+    report = executor.run(version)
+
+The program is stepped by a generator (`transfer_exec.update`) that yields whenever it cannot go on; `Executor.run`
+polls it against a deadline, and `transfer_exec.in_process` polls many workers' side by side in one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from layout_algebra.dtypes import dtype_of
+from transfer_exec.binding import BoundTable, bind, live_tensors
+from transfer_exec.buffers import Buffers, open_buffers
+from transfer_exec.errors import DeadlineError, ProgramError, TransportError
+from transfer_exec.kernels.base import Kernels
+from transfer_exec.kernels.cpu import CpuKernels
+from transfer_exec.program import Program
+from transfer_exec.report import WorkerReport
+from transfer_exec.transport.base import Endpoint, Transport, check_process
+from transfer_exec.update import Steps, Update, Wait
+
+_SPINS = 50
+_SHORTEST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 200e-6
+_SEQUENCE_LIMIT = 1 << 63
+
+
+class Executor:
+    """One worker's program, bound to its memory and its transport.
+
+    Parameters
+    ----------
+    program
+        From `compile_program`.
+    memory
+        A numpy array or torch tensor (on the CPU, any strides) for every parameter with traffic, written in place;
+        other names are ignored.
+    transport
+        This worker's own end, fresh: the buffers are allocated from it and registered here.
+    deadline_s
+        Longest time that any single wait may take.
+    kernels
+        Backend; numba on the calling thread by default.
+
+    Raises
+    ------
+    ProgramError
+        If memory does not fit the program; nothing has been written.
+    TransportError
+        If the buffers cannot be registered.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: Mapping[str, object],
+        transport: Transport,
+        *,
+        deadline_s: float = 60.0,
+        kernels: Kernels | None = None,
+    ) -> None:
+        if transport.worker != program.worker:
+            raise TransportError(
+                f"program is of {program.worker}, transport of {transport.worker}; expected one worker"
+            )
+        self._pid = os.getpid()
+        self._program = program
+        self._transport = transport
+        self._deadline_s = deadline_s
+        self._kernels: Kernels = CpuKernels() if kernels is None else kernels
+        self._staged = {
+            tensor.name: np.zeros(tensor.shape, dtype_of(tensor.dtype).storage)
+            for tensor in program.tensors
+            if tensor.staged
+        }
+        self._tensors = live_tensors(program, {**memory, **self._staged})
+        self._buffers = open_buffers(program, transport)
+        addresses = self._buffers.addresses
+        self._pack: BoundTable = bind(program.pack, self._tensors, addresses, packing=True)
+        self._assemble: BoundTable = bind(program.assemble, self._tensors, addresses, packing=False)
+        self._endpoint = transport.endpoint(program.plan_digest)
+        self._connected: set[str] = set()
+        self._newest = -1
+        self._failure = ""
+        self._abort_reason = ""
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self._program
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What peers need to write here."""
+        return self._endpoint
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers; for reports and tests."""
+        return self._buffers
+
+    @property
+    def staged(self) -> Mapping[str, npt.NDArray[np.generic]]:
+        """Checkpoint tensors that opaque parameters depend on, by name; whole after `run`, until the next one."""
+        return self._staged
+
+    def connect(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Get to know the peers; workers that this program does not write to are ignored.
+
+        Raises
+        ------
+        TransportError
+            If a peer is missing, its endpoint is another worker's, it compiled another plan, or it is unreachable.
+        """
+        check_process(self._pid, self._program.worker)
+        for peer in self._program.peers:
+            endpoint = endpoints.get(peer)
+            if endpoint is None:
+                raise TransportError(f"{self._program.worker}: no endpoint of {peer}, which its program writes to")
+            if endpoint.worker != peer:
+                raise TransportError(f"{self._program.worker}: got the endpoint of {endpoint.worker} as that of {peer}")
+            if endpoint.program != self._program.plan_digest:
+                raise TransportError(
+                    f"{peer}: laid out its buffers for plan {endpoint.program}, {self._program.worker} for "
+                    f"{self._program.plan_digest}; both must compile one plan"
+                )
+            self._transport.connect(endpoint)
+            self._connected.add(peer)
+
+    def run(self, version: int) -> WorkerReport:
+        """Take part in one update, from the first byte to the last.
+
+        Parameters
+        ----------
+        version
+            Greater than that of any earlier run, and the same on all workers.
+
+        Raises
+        ------
+        DeadlineError
+            If a wait took longer than ``deadline_s``; names version, round, stage and peer.
+        TransportError
+            If a write failed, a peer is at another version, or `abort` was called.
+        ProgramError
+            If the version is not greater, or an earlier run failed.
+
+        After an error parameters may be half written, and the executor does not run again: peers may still be at
+        the old version. Make a new one on a new transport.
+        """
+        steps = self.start(version)
+        previous: Wait | None = None
+        since, polls = 0.0, 0
+        try:
+            while True:
+                try:
+                    wait = next(steps)
+                except StopIteration as done:
+                    report: WorkerReport = done.value
+                    return report
+                now = time.monotonic()
+                if wait is not previous:
+                    previous, since, polls = wait, now, 0
+                if self._abort_reason:
+                    raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
+                if now - since > self._deadline_s:
+                    raise DeadlineError(f"{self._program.worker}: waited {self._deadline_s:g} s at {wait}")
+                _pause(polls)
+                polls += 1
+        except BaseException as error:
+            self._failure = f"version {version} failed: {error}"
+            raise
+
+    def start(self, version: int) -> Steps:
+        """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
+
+        It returns the `WorkerReport`. `run` is the usual way to drive it.
+        """
+        check_process(self._pid, self._program.worker)
+        if self._failure:
+            raise ProgramError(f"{self._program.worker}: {self._failure}; make a new executor on a new transport")
+        if version <= self._newest or (version + 1) * (self._program.rounds + 1) >= _SEQUENCE_LIMIT:
+            raise ProgramError(
+                f"{self._program.worker}: version {version} after version {self._newest}; expected a greater one, "
+                f"below 2**63 / {self._program.rounds + 1}"
+            )
+        unknown = [peer for peer in self._program.peers if peer not in self._connected]
+        if unknown:
+            raise TransportError(f"{self._program.worker}: is not connected to {', '.join(unknown)}")
+        self._newest = version
+        update = Update(self._program, self._transport, self._kernels, self._buffers, version)
+        return update.steps(self._pack, self._assemble)
+
+    def abort(self, reason: str) -> None:
+        """Make a run, on whatever thread, stop with a TransportError at its next wait; later ones at once."""
+        self._abort_reason = reason or "no reason given"
+
+    def close(self) -> None:
+        """Let go of buffers and peers."""
+        self._transport.close()
+
+
+def _pause(polls: int) -> None:
+    """Spin briefly, then sleep, longer and longer, up to 0.2 ms."""
+    if polls >= _SPINS:
+        time.sleep(min(_SHORTEST_SLEEP_S * (1 + (polls - _SPINS) // 10), _LONGEST_SLEEP_S))

@@ -1,0 +1,1 @@
+"""The loops that move elements between tensors and buffers."""
