@@ -10,13 +10,16 @@ from transfer_exec.errors import (
     PlanBytesError,
     PlanError,
     ProgramError,
+    ReportError,
     TopologyError,
     TransferError,
     TransportError,
     UnheldError,
 )
+from transfer_exec.in_process import run_in_process
 from transfer_exec.plan import Hop, Move, Plan, Route, Stage
 from transfer_exec.planner import make_plan
+from transfer_exec.report import TransferReport
 from transfer_exec.topology import ClusterLink, Engine, Nic, Node, Topology
 
 __all__ = [
@@ -32,12 +35,15 @@ __all__ = [
     "PlanBytesError",
     "PlanError",
     "ProgramError",
+    "ReportError",
     "Route",
     "Stage",
     "Topology",
     "TopologyError",
     "TransferError",
+    "TransferReport",
     "TransportError",
     "UnheldError",
     "make_plan",
+    "run_in_process",
 ]

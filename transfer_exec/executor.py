@@ -208,7 +208,8 @@ class Executor:
         self._abort_reason = reason or "no reason given"
 
     def close(self) -> None:
-        """Let go of buffers and peers."""
+        """Stop a run at its next wait, and let go of peers; what peers still write lands in memory nobody reads."""
+        self._abort_reason = self._abort_reason or "the executor was closed"
         self._transport.close()
 
 

@@ -25,7 +25,7 @@ Word: TypeAlias = int | np.int64 | np.uint64 | np.uint32 | np.uint16 | np.uint8
 """An integer, compiled or interpreted."""
 
 
-def copy_bytes(target: int, source: int, size: int) -> None:
+def copy_bytes(target: Word, source: Word, size: Word) -> None:
     """Copy ``size`` bytes; the two ranges do not overlap."""
     ctypes.memmove(int(target), int(source), int(size))
 
@@ -90,7 +90,7 @@ def store_double(address: int, value: float) -> None:
     ctypes.c_double.from_address(int(address)).value = float(value)
 
 
-def publish(address: int, value: int) -> None:
+def publish(address: int, value: Word) -> None:
     """Store a 64-bit word at an aligned address, after everything stored before."""
     ctypes.c_uint64.from_address(int(address)).value = int(value)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
 from layout_algebra._jit import kernel
 from layout_algebra.dtypes import IdArray
@@ -20,6 +21,8 @@ from transfer_exec.kernels._memory import (
     load16,
     load32,
     load64,
+    observe,
+    publish,
     store8,
     store16,
     store32,
@@ -115,6 +118,26 @@ def copy_rows(rows: IdArray) -> None:
             _copy32(source, source_stride, source_step, target, target_stride, target_step, length, count)
         else:
             _copy64(source, source_stride, source_step, target, target_stride, target_step, length, count)
+
+
+@kernel
+def copy_ranges(descriptors: npt.NDArray[np.uint64], source: int, target: int) -> None:
+    """Copy byte ranges ``(source offset, target offset, bytes)`` from one address to another."""
+    rows = descriptors.view(np.int64)
+    for row in range(rows.shape[0]):
+        copy_bytes(target + rows[row, 1], source + rows[row, 0], rows[row, 2])
+
+
+@kernel
+def publish_word(address: int, value: int) -> None:
+    """Store a 64-bit word with release order."""
+    publish(address, np.uint64(value))
+
+
+@kernel
+def read_word(address: int) -> int:
+    """Load a 64-bit word with acquire order."""
+    return int(observe(address))
 
 
 @kernel
