@@ -53,7 +53,7 @@ class Crew(Generic[CommandT, ReplyT]):
     ----------
     module: the module run in each worker, with the worker's setup (JSON) as its one argument.
     setups: worker name -> setup.
-    replies: the union of reply structs, for decoding.
+    decode: reads one reply from JSON; raises `msgspec.DecodeError` for anything else.
     failure: says the error in a reply, or None when the reply is a good one.
     log_folder: where each worker's error output goes.
     environment: variables set for the workers on top of this process's own.
@@ -64,12 +64,12 @@ class Crew(Generic[CommandT, ReplyT]):
         module: str,
         setups: Mapping[str, msgspec.Struct],
         *,
-        replies: type[ReplyT],
+        decode: Callable[[bytes], ReplyT],
         failure: Callable[[ReplyT], str | None],
         log_folder: Path,
         environment: Mapping[str, str],
     ) -> None:
-        self._decoder = msgspec.json.Decoder(replies)
+        self._decode = decode
         self._failure = failure
         self._log_folder = log_folder
         self._lines: queue.Queue[_Line] = queue.Queue()
@@ -192,7 +192,7 @@ class Crew(Generic[CommandT, ReplyT]):
         if line.text is None:
             raise CrewError(self._ended(line.worker))
         try:
-            reply = self._decoder.decode(line.text)
+            reply = self._decode(line.text)
         except msgspec.DecodeError as error:
             raise CrewError(f"{line.worker}: expected a reply, got {line.text[:200]!r} ({error})") from error
         message = self._failure(reply)

@@ -1,14 +1,16 @@
 """What the demo's parent says to its workers and what they answer: one JSON object a line, as typed structs.
 
-A worker answers every command with exactly one reply, or with `Failed`. Numbers are plain ints and floats; ranks are
-named as in the plan: `trainer/2`, `engine/0/1`.
+A worker answers every command with exactly one reply, or with `Failed`. Workers are named as in plans: `trainer/2`,
+`engine/0/1`. Bytes are payload bytes; `seconds` is the command's own time on that worker.
 
-    {"type":"Train","step":1}  ->  {"type":"Trained","loss":6.24,...,"seconds":0.41}
+    {"type":"Train","step":1}  ->  {"type":"Trained","loss":7.62,"changed_elements":...,"seconds":0.41}
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from adapters.connect_report import ConnectReport
 
 __all__ = [
     "Build",
@@ -21,189 +23,238 @@ __all__ = [
     "Dump",
     "Dumped",
     "Failed",
+    "Measured",
     "Prove",
     "Proved",
+    "Ready",
     "Received",
     "Reply",
     "Save",
     "Saved",
     "Send",
     "Sent",
+    "Start",
     "Train",
     "Trained",
     "Update",
     "WorkerSetup",
     "WriteCheckpoint",
     "Written",
+    "decode_reply",
+    "failure_of",
 ]
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """Who a worker is; given on its command line. `folder` is the demo's own temporary folder."""
+    """Who a worker is; given on its command line.
+
+    Attributes
+    ----------
+    worker: its name.
+    rank, group_size: its place among the trainers, or in its engine.
+    folder: the demo's own temporary folder; rendezvous and process group stores live in it.
+    layers: of the model.
+    deadline_s: for every wait on a peer.
+    """
 
     worker: str
-    group: str
     rank: int
     group_size: int
     folder: str
     layers: int
     deadline_s: float
-    buffer_bytes: int
-    engines: tuple[str, ...]
-    engine_size: int
-    trainers: int
+
+    @property
+    def group(self) -> str:
+        """The process group it joins: "trainer", "engine/0", ..."""
+        return self.worker.rpartition("/")[0]
 
 
-class WriteCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Make the random model and save it, as transformers saves it."""
+class _Tagged(msgspec.Struct, frozen=True, tag=True):
+    """A member of a union."""
+
+
+class Start(_Tagged, frozen=True):
+    """Answer when the imports are done."""
+
+
+class WriteCheckpoint(_Tagged, frozen=True):
+    """Make the random model and save it (one trainer)."""
 
     folder: str
 
 
-class Build(msgspec.Struct, frozen=True, tag=True):
+class Build(_Tagged, frozen=True):
     """Join the process group and load the model from the folder."""
 
     folder: str
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True):
-    """Make the adapter: probe the loader, exchange maps, get the plan."""
+class Connect(_Tagged, frozen=True):
+    """Make the adapter: probe the loader on the folder's names, exchange maps, get the plan."""
 
     folder: str
 
 
-class Train(msgspec.Struct, frozen=True, tag=True):
+class Train(_Tagged, frozen=True):
     """One optimizer step (trainers)."""
 
     step: int
 
 
-class Send(msgspec.Struct, frozen=True, tag=True):
+class Send(_Tagged, frozen=True):
     """Send the weights as this version and wait until all engines have them (trainers)."""
 
     version: int
 
 
-class Update(msgspec.Struct, frozen=True, tag=True):
+class Update(_Tagged, frozen=True):
     """Poll until this version is installed (rollouts)."""
 
     version: int
 
 
-class Save(msgspec.Struct, frozen=True, tag=True):
-    """Gather the trainers' own state and save it with transformers (trainers)."""
+class Save(_Tagged, frozen=True):
+    """Gather the trainers' own state and save it into the folder (trainers)."""
 
     folder: str
 
 
-class Prove(msgspec.Struct, frozen=True, tag=True):
-    """Load the folder into a second model and compare every bit with the live one (rollouts)."""
+class Prove(_Tagged, frozen=True):
+    """Load the folder into a second model and compare every bit with the live one (rollouts).
+
+    With `spoil`, one bit of one live weight of this rank is flipped first.
+    """
 
     folder: str
-    spoil: bool = False
+    spoil: bool
 
 
-class Dump(msgspec.Struct, frozen=True, tag=True):
-    """Write the live tensors and the source map (rollouts)."""
+class Dump(_Tagged, frozen=True):
+    """Write the live tensors and the source map into the folder (rollouts)."""
 
     folder: str
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+class Close(_Tagged, frozen=True):
     """Close the adapter and leave."""
 
 
-Command = WriteCheckpoint | Build | Connect | Train | Send | Update | Save | Prove | Dump | Close
+Command = Start | WriteCheckpoint | Build | Connect | Train | Send | Update | Save | Prove | Dump | Close
 
 
-class Written(msgspec.Struct, frozen=True, tag=True):
+class Ready(_Tagged, frozen=True):
+    """The imports are done."""
+
+
+class Written(_Tagged, frozen=True):
+    """Size of the checkpoint that was written."""
+
     tensors: int
     elements: int
     bytes: int
     seconds: float
 
 
-class Built(msgspec.Struct, frozen=True, tag=True):
+class Built(_Tagged, frozen=True):
+    """Live tensors of this worker, and how many of them are empty shards."""
+
     tensors: int
     bytes: int
     empty_shards: int
     seconds: float
 
 
-class StageBytes(msgspec.Struct, frozen=True):
-    """Bytes of one worker in one stage of a whole update."""
+class Connected(_Tagged, frozen=True):
+    """What was discovered and planned, from the trainers; None from rollouts."""
 
-    stage: str
-    sent: int
-    received: int
-
-
-class Connected(msgspec.Struct, frozen=True, tag=True):
-    """What was discovered on this worker, and its part of the plan."""
-
-    parameters: int
-    slice_copies: int
-    copied: int
-    empty: int
-    opaque: int
-    unused_tensors: int
-    needed_bytes: int
+    report: ConnectReport | None
     seconds: float
-    stages: tuple[StageBytes, ...]
-    rounds: int
-    digest: str
-    lower_bound_s: float
-    optimum_s: float
 
 
-class Trained(msgspec.Struct, frozen=True, tag=True):
+class Trained(_Tagged, frozen=True):
+    """`changed_elements` of this rank's `elements` have other bits than before the step."""
+
     loss: float
     changed_elements: int
     elements: int
     seconds: float
 
 
-class Sent(msgspec.Struct, frozen=True, tag=True):
+class Measured(msgspec.Struct, frozen=True):
+    """The library's own measures of one update, in seconds; see `transfer_exec.report`."""
+
+    transport: str
+    rounds: int
+    transfer_s: float
+    ewtt_s: float
+    agst_s: float
+    rollout_pause_s: float
+    publication_s: float
+
+
+class Sent(_Tagged, frozen=True):
+    """One trainer's report of an update: payload bytes of every worker as counted, by worker name.
+
+    `returned_s` is the time until `send_weights` returned, `seconds` until all engines had confirmed.
+    """
+
+    sent_bytes: dict[str, int]
+    received_bytes: dict[str, int]
+    measured: Measured
+    returned_s: float
+    seconds: float
+
+
+class Received(_Tagged, frozen=True):
+    """The version a rollout holds now."""
+
     version: int
-    bytes_sent: int
-    send_s: float
     seconds: float
 
 
-class Received(msgspec.Struct, frozen=True, tag=True):
-    version: int
-    bytes_received: int
+class Saved(_Tagged, frozen=True):
+    """The folder holds the trainers' own state."""
+
     seconds: float
 
 
-class Saved(msgspec.Struct, frozen=True, tag=True):
-    seconds: float
-
-
-class Proved(msgspec.Struct, frozen=True, tag=True):
-    """`differences` names the tensors that are not bit-equal; empty when all are."""
+class Proved(_Tagged, frozen=True):
+    """`differences` names the tensors that are not bit-equal, and the logits; empty when all are equal."""
 
     tensors: int
     bytes: int
-    differences: tuple[str, ...]
-    logits_equal: bool
     logits: int
+    differences: tuple[str, ...]
     seconds: float
 
 
-class Dumped(msgspec.Struct, frozen=True, tag=True):
+class Dumped(_Tagged, frozen=True):
+    """Names of the files written."""
+
     files: tuple[str, ...]
 
 
-class Closed(msgspec.Struct, frozen=True, tag=True):
-    pass
+class Closed(_Tagged, frozen=True):
+    """Nothing of this worker is left to wait for."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The command raised; `error` is the message, `trace` the traceback."""
+class Failed(_Tagged, frozen=True):
+    """The command raised; `error` is class and message, `trace` the traceback."""
 
     error: str
     trace: str
 
 
-Reply = Written | Built | Connected | Trained | Sent | Received | Saved | Proved | Dumped | Closed | Failed
+Reply = Ready | Written | Built | Connected | Trained | Sent | Received | Saved | Proved | Dumped | Closed | Failed
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Read a reply from JSON; raises `msgspec.DecodeError` for anything else."""
+    decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+    return decoder.decode(line)
+
+
+def failure_of(reply: Reply) -> str | None:
+    """The error and traceback of a failed command, None for any other reply."""
+    return f"{reply.error}\n{reply.trace}" if isinstance(reply, Failed) else None

@@ -17,6 +17,8 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from adapters.probing import live_tensors
+
 __all__ = ["local_tensors", "tp_load_weights"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -29,9 +31,7 @@ def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     -------
     name -> tensor that shares memory with the model.
     """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
-    return {name: _local(tensor) for name, tensor in tensors.items()}
+    return {name: _local(tensor) for name, tensor in live_tensors(model).items()}
 
 
 def tp_load_weights(model: PreTrainedModel) -> LoadWeights:

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from adapters.probing import live_tensors
+
 __all__ = ["fsdp_load_weights", "local_tensors"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -80,9 +82,7 @@ def _sharded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
-    return tensors
+    return live_tensors(model)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

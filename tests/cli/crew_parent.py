@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 from adapters.cli.crew import Crew
-from tests.cli.toy_worker import Say, Setup, Sleep, ToyReply, failure
+from tests.cli.toy_worker import Say, Setup, Sleep, decode, failure
 
 names = ("left", "right")
 with Crew(
     "tests.cli.toy_worker",
     {name: Setup(name) for name in names},
-    replies=ToyReply,
+    decode=decode,
     failure=failure,
     log_folder=Path(sys.argv[1]),
     environment={},

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from adapters.cli.crew import Crew, CrewError
-from tests.cli.toy_worker import Die, Fail, Said, Say, Setup, Sleep, ToyCommand, ToyReply, failure
+from tests.cli.toy_worker import Die, Fail, Said, Say, Setup, Sleep, ToyCommand, ToyReply, decode, failure
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("trainer/0", "trainer/1", "engine/0/0")
@@ -28,7 +28,7 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew[ToyCo
     with Crew[ToyCommand, ToyReply](
         "tests.cli.toy_worker",
         {name: Setup(name) for name in NAMES},
-        replies=ToyReply,
+        decode=decode,
         failure=failure,
         log_folder=tmp_path,
         environment={"PYTHONPATH": str(ROOT)},

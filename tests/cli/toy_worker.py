@@ -40,6 +40,10 @@ ToyCommand = Say | Fail | Sleep | Die
 ToyReply = Said | Broken
 
 
+def decode(line: bytes) -> ToyReply:
+    return msgspec.json.decode(line, type=ToyReply)
+
+
 def failure(reply: ToyReply) -> str | None:
     return reply.error if isinstance(reply, Broken) else None
 
