@@ -1,0 +1,69 @@
+"""What users pass to both adapters, checked and brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from adapters.failures import UsageError
+
+__all__ = ["JsonValue", "check_staging", "check_transport", "decode_metadata", "encode_metadata", "engine_name"]
+
+JsonValue: TypeAlias = "bool | int | float | str | bytes | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+"""What metadata may consist of; tuples arrive as lists."""
+
+MAX_METADATA_BYTES = 64 << 10
+
+
+def engine_name(given: str | int) -> str:
+    """An engine's short name: ``"a"`` for ``"a"`` and for ``"engine/a"``.
+
+    Raises
+    ------
+    UsageError
+        If it is empty or has a slash.
+    """
+    name = str(given).removeprefix("engine/")
+    if not name or "/" in name:
+        raise UsageError(f"engine name {given!r}: expected a short name without slashes, such as 'a' or '0'")
+    return name
+
+
+def check_staging(staging: bool) -> None:
+    """Refuse staging, which this version does not have."""
+    if staging:
+        raise UsageError(
+            "staging=True is not available yet; pass staging=False, which updates fully synchronously and in place"
+        )
+
+
+def check_transport(transport: str) -> str:
+    """The name of a transport that may be asked for."""
+    if transport not in ("auto", "shared_memory"):
+        raise UsageError(f"transport {transport!r} is not available; pass 'auto' or 'shared_memory' (one machine)")
+    return transport
+
+
+def encode_metadata(metadata: JsonValue) -> bytes:
+    """Metadata in msgpack.
+
+    Raises
+    ------
+    UsageError
+        If it does not consist of plain values, or is too large.
+    """
+    try:
+        data = msgspec.msgpack.encode(metadata)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"metadata cannot travel: {error}; expected None, numbers, text, lists and dicts") from error
+    if len(data) > MAX_METADATA_BYTES:
+        raise UsageError(f"metadata takes {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} can travel")
+    return data
+
+
+def decode_metadata(data: bytes) -> JsonValue:
+    """Read ``encode_metadata``'s output."""
+    value: JsonValue = msgspec.msgpack.decode(data)
+    return value

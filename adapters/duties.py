@@ -1,0 +1,320 @@
+"""What a worker does in a transaction: probe, bind, prepare, transfer, install. Trainers and rollouts alike.
+
+`Duties` owns a worker's side of the data plane: its source map, the executor that is bound to its memory, and what is
+to be digested. It runs in the thread that called the adapter, one duty at a time, in the order in which the conductor
+asks for them:
+
+::
+
+    connect   Probe -> Probed, GiveMap -> MapGiven, Bind -> Bound, Attach -> Done
+    update    Prepare -> Prepared, Transfer -> Transferred, Install -> Done, Publish -> Published
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from adapters.failures import HookError, StaleError, UsageError, VersionError
+from adapters.messages import (
+    Attach,
+    Bind,
+    Bound,
+    Done,
+    Duty,
+    GiveMap,
+    Install,
+    MapGiven,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Publish,
+    Published,
+    Result,
+    Stay,
+    Transfer,
+    Transferred,
+)
+from adapters.probe_live import Parameters
+from adapters.probing import LoadWeights, probe
+from adapters.session import Session
+from adapters.storage import Storage, live_memory
+from adapters.torch_bits import bits_view, tensor_of_bits
+from adapters.verification import digest, provable
+from layout_algebra.dtypes import IdArray
+from layout_algebra.runs import RunTable
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace
+from transfer_exec.executor import Executor
+from transfer_exec.kernels.cpu import CpuKernels
+from transfer_exec.program import Program
+from transfer_exec.report import WorkerReport
+from transfer_exec.transport.base import Endpoint, Transport
+from transfer_exec.transport.shared_memory import SharedMemoryTransport
+
+__all__ = ["Duties", "Hook", "Worker", "transport_named"]
+
+Hook = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Worker:
+    """What the user gave for one worker.
+
+    Attributes
+    ----------
+    name
+        Its name in plans.
+    load_weights, parameters, space
+        As for ``probe``.
+    receives
+        Whether it is a rollout.
+    before_update, after_update
+        A rollout's hooks.
+    deadline_s
+        Of every single wait of a transfer.
+    """
+
+    name: str
+    load_weights: LoadWeights
+    parameters: Parameters
+    space: CheckpointSpace
+    receives: bool
+    before_update: Hook | None
+    after_update: Hook | None
+    deadline_s: float
+
+
+class Duties:
+    """One worker's side of the data plane.
+
+    Attributes
+    ----------
+    stalled_since
+        When the caller's computing stopped for what is being done; CLOCK_MONOTONIC, set by the adapter.
+    version
+        What a rollout holds; None before its first update.
+    metadata, report
+        Of the update that is being done, or was done last.
+    """
+
+    def __init__(self, worker: Worker, session: Session) -> None:
+        self._worker = worker
+        self._session = session
+        self._map: SourceMap | None = None
+        self._storage: Storage | None = None
+        self._cells: Mapping[int, RunTable] = {}
+        self._executor: Executor | None = None
+        self._transport: Transport | None = None
+        self._gets_bytes = False
+        self._kernels = _WatchedKernels()
+        self._moved = False
+        self.stalled_since = 0.0
+        self.version: int | None = None
+        self.metadata = b""
+        self.report: WorkerReport | None = None
+
+    @property
+    def wrote(self) -> bool:
+        """Whether parameters of a rollout were written since the last update began."""
+        return self._worker.receives and self._kernels.ran
+
+    @property
+    def source_map(self) -> SourceMap | None:
+        """The map of the last probe."""
+        return self._map
+
+    def perform(self, duty: Duty) -> Result:
+        """Do one duty."""
+        start = time.perf_counter()
+        match duty:
+            case Probe():
+                return self._probe(start)
+            case Stay():
+                return Done(time.perf_counter() - start)
+            case GiveMap():
+                return MapGiven(self._known_map().to_bytes())
+            case Bind():
+                return self._bind(duty, start)
+            case Attach(endpoints):
+                self._bound().connect({name: Endpoint.from_bytes(data) for name, data in endpoints.items()})
+                return Done(time.perf_counter() - start)
+            case Prepare():
+                return self._prepare(duty, start)
+            case Transfer(version):
+                return self._transfer(version)
+            case Install():
+                self._install()
+                return Done(time.perf_counter() - start)
+            case Publish(version):
+                self.version = version
+                self._kernels.ran = False
+                return Published((self.stalled_since, time.monotonic()))
+
+    def check_storage(self) -> None:
+        """Refuse to go on if a tensor that takes part is somewhere else than at connect.
+
+        Raises
+        ------
+        StaleError
+            Naming the tensor.
+        """
+        if self._storage is not None:
+            self._storage.check(Storage.of(live_memory(self._worker.parameters)), self._worker.name)
+
+    def memory_moved(self) -> None:
+        """The engine released its memory and mapped it again: what was registered is void."""
+        self._moved = True
+
+    def close(self) -> None:
+        """Let go of all memory that peers could write."""
+        executor, self._executor = self._executor, None
+        transport, self._transport = self._transport, None
+        if executor is not None:
+            executor.close()
+        if transport is not None:
+            transport.close()
+
+    # Connect
+
+    def _probe(self, start: float) -> Probed:
+        worker = self._worker
+        self._map = None
+        found = probe(worker.load_weights, worker.parameters, worker.space, agree=self._session.agree)
+        self._map = found
+        return Probed(found.digest(), time.perf_counter() - start)
+
+    def _bind(self, duty: Bind, start: float) -> Bound:
+        self.close()
+        worker, source_map = self._worker, self._known_map()
+        program = Program.from_bytes(duty.program)
+        if program.worker != worker.name:
+            raise StaleError(f"{worker.name}: got the program of {program.worker}; call connect again")
+        memory = live_memory(worker.parameters)
+        takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
+        self._storage = Storage.of(memory).only(sorted(takes_part))
+        self._cells = provable(source_map, duty.cells)
+        self._gets_bytes = worker.receives and program.release is not None
+        self._transport = transport_named(duty.transport, worker.name)
+        self._executor = Executor(
+            program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels
+        )
+        self._moved = False
+        return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start)
+
+    # Update
+
+    def _prepare(self, duty: Prepare, start: float) -> Prepared:
+        worker = self._worker
+        self._bound()
+        if not self._moved:
+            self.check_storage()
+        if not worker.receives:
+            return Prepared(self._digests(), False, time.perf_counter() - start)
+        if self.version is not None and duty.version <= self.version:
+            raise VersionError(f"version {duty.version} is not newer than {self.version}, which {worker.name} has")
+        self.metadata = duty.metadata
+        if self._gets_bytes:
+            _run_hook(worker.before_update, "before_update_hook")
+        return Prepared({}, self._moved, time.perf_counter() - start)
+
+    def _transfer(self, version: int) -> Transferred:
+        executor = self._bound()
+        self._session.on_cancel(executor.abort)
+        try:
+            report = executor.run(version)
+        finally:
+            self._session.on_cancel(None)
+        self.report = report
+        start = time.perf_counter()
+        digests = self._digests() if self._worker.receives else {}
+        verify_s = time.perf_counter() - start
+        stall = None if self._worker.receives else (self.stalled_since, time.monotonic())
+        return Transferred(msgspec.msgpack.encode(report), digests, verify_s, stall)
+
+    def _install(self) -> None:
+        worker, source_map = self._worker, self._known_map()
+        if source_map.opaque:
+            staged = self._bound().staged
+            pairs = [(name, _tensor(source_map.space, name, staged[name])) for name in source_map.staged_tensors()]
+            try:
+                worker.load_weights(pairs)
+            except Exception as error:
+                raise HookError(f"load_weights raised for {', '.join(n for n, _ in pairs)}: {error!r}") from error
+        if self._gets_bytes:
+            _run_hook(worker.after_update, "after_update_hook")
+
+    # Inside
+
+    def _digests(self) -> dict[int, int]:
+        if not self._cells:
+            return {}
+        memory = {name: _bits(tensor) for name, tensor in live_memory(self._worker.parameters).items()}
+        return digest(self._known_map(), memory, self._cells)
+
+    def _known_map(self) -> SourceMap:
+        if self._map is None:
+            raise StaleError(f"{self._worker.name}: not probed yet; call connect")
+        return self._map
+
+    def _bound(self) -> Executor:
+        if self._executor is None:
+            raise StaleError(f"{self._worker.name}: not connected; call connect")
+        return self._executor
+
+
+def transport_named(name: str, worker: str) -> Transport:
+    """Make one end of a transport.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name.
+    """
+    if name == "shared_memory":
+        return SharedMemoryTransport(worker)
+    raise UsageError(f"transport {name!r} is not available; pass 'shared_memory' or 'auto'")
+
+
+class _WatchedKernels:
+    """The CPU's kernels, and whether they have copied anything: into parameters, on a rollout."""
+
+    def __init__(self) -> None:
+        self._kernels = CpuKernels()
+        self.ran = False
+
+    @property
+    def name(self) -> str:
+        """What reports say."""
+        return self._kernels.name
+
+    def copy_rows(self, rows: IdArray) -> None:
+        """Copy every row."""
+        self.ran = self.ran or len(rows) > 0
+        self._kernels.copy_rows(rows)
+
+
+def _run_hook(hook: Hook | None, name: str) -> None:
+    if hook is not None:
+        try:
+            hook()
+        except Exception as error:
+            raise HookError(f"{name} raised {error!r}") from error
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
+    return bits_view(tensor if tensor.device.type == "cpu" else tensor.cpu())
+
+
+def _tensor(space: CheckpointSpace, name: str, staged: npt.NDArray[np.generic]) -> torch.Tensor:
+    """A staged checkpoint tensor as loaders expect it; a copy, since loaders may keep what they get."""
+    spec = space.spec(name)
+    bits = np.array(staged, copy=True, order="C").reshape(-1).view(f"<u{spec.element_type.item_bytes}")
+    return tensor_of_bits(bits, spec.dtype, spec.shape)

@@ -1,0 +1,251 @@
+"""The lead of a group relays the conductor's duties to the ranks and gathers what they answer.
+
+It runs on the control thread of the group's rank 0, for the trainers as for every engine, and never waits: whatever
+arrives changes its state and may make it say something. One transaction is open at a time.
+
+::
+
+    conductor   Stop ............... Relay(step 1, Probe) ............................ End
+    lead           Propose Commit       Ask to every rank, AgreeValue/Agreed between     End to every rank
+    up                       Gathered(step 0)            Gathered(step 1: all results, or the first failure)
+
+A failure goes up at once, without waiting for the other ranks; so does a rank that is lost, and a deadline that passes,
+whose message names the ranks that did not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from adapters.failures import Failure, LostWorkerError
+from adapters.messages import (
+    Agreed,
+    AgreeValue,
+    Answer,
+    AnswerStop,
+    Ask,
+    Call,
+    Cancel,
+    Committed,
+    Duty,
+    End,
+    FromLead,
+    FromRank,
+    Gathered,
+    Install,
+    Member,
+    Prepare,
+    ProposeStop,
+    Relay,
+    Result,
+    Roster,
+    Stop,
+    ToLead,
+    ToRank,
+    Transfer,
+)
+from adapters.promise import Commit, PollLead, Propose
+from transfer_exec.errors import DeadlineError
+
+__all__ = ["GroupLead"]
+
+_PATIENCE_MARGIN_S = 5.0
+
+
+class GroupLead:
+    """One group's lead.
+
+    Parameters
+    ----------
+    group
+        ``"trainer"`` or ``"engine/<name>"``.
+    ranks
+        Worker names in rank order.
+    to_rank, to_conductor
+        Where messages go; rank 0 is a rank like the others.
+    clock
+        Seconds that only grow.
+    own_counter
+        Poll counter of rank 0, known without asking.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        ranks: Sequence[str],
+        *,
+        to_rank: Callable[[str, ToRank], None],
+        to_conductor: Callable[[FromLead], None],
+        clock: Callable[[], float],
+        own_counter: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._group = group
+        self._ranks = tuple(ranks)
+        self._to_rank = to_rank
+        self._to_conductor = to_conductor
+        self._clock = clock
+        self._own_counter = own_counter
+        self._members: dict[str, Member] = {}
+        self._polls = PollLead(self._ranks)
+        self._txn = 0
+        self._step: int | None = None
+        self._duty: Duty | None = None
+        self._deadline = 0.0
+        self._deadline_s = 0.0
+        self._early_failure: Failure | None = None
+        self._results: dict[str, Result | None] = {}
+        self._agreements: dict[int, dict[str, int]] = {}
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Worker names in rank order."""
+        return self._ranks
+
+    def roster(self) -> Roster:
+        """Who has joined."""
+        present = tuple(self._members[rank] for rank in self._ranks if rank in self._members)
+        return Roster(self._group, len(self._ranks), present)
+
+    # Membership
+
+    def joined(self, member: Member) -> None:
+        """A rank is there, or has other news of itself."""
+        self._members[member.worker] = member
+        self._to_conductor(self.roster())
+
+    def lost(self, worker: str, reason: str) -> None:
+        """A rank is gone."""
+        if self._members.pop(worker, None) is None:
+            return
+        self._to_conductor(self.roster())
+        if self._txn:
+            self._fail(Failure(LostWorkerError.__name__, worker, f"lost during {self._phase()}: {reason}"))
+
+    # From the conductor
+
+    def from_conductor(self, message: ToLead) -> None:
+        """Begin, go on with, or end a transaction."""
+        match message:
+            case Stop(txn, deadline_s):
+                self._open(txn, 0, None, deadline_s)
+                if self._can_begin():
+                    self._propose(self._polls.begin({self._ranks[0]: self._own_counter()}))
+            case Relay(txn, step, deadline_s, duties):
+                self._open(txn, step, duties[0], deadline_s)
+                if self._can_begin():
+                    each = duties if len(duties) == len(self._ranks) else duties[:1] * len(self._ranks)
+                    for rank, duty in zip(self._ranks, each, strict=True):
+                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty))
+            case Cancel():
+                for rank in self._ranks:
+                    self._to_rank(rank, message)
+            case End():
+                self._end(message)
+
+    def conductor_lost(self, failure: Failure) -> None:
+        """Nobody will end the open transaction but this lead."""
+        if self._txn:
+            self._end(End(self._txn, failure))
+        self._txn = 0
+
+    # From the ranks
+
+    def from_rank(self, worker: str, message: FromRank) -> None:
+        """A rank answered, or a trainer called."""
+        match message:
+            case Call():
+                self._to_conductor(message)
+            case AnswerStop(txn, promise, failure) if txn == self._txn and self._step == 0:
+                if failure is not None:
+                    self._fail(failure)
+                elif promise is not None:
+                    reply = self._polls.hear(worker, promise)
+                    if isinstance(reply, Propose):
+                        self._propose(reply)
+                    elif isinstance(reply, Commit):
+                        self._commit(reply)
+            case Answer(txn=txn, failure=Failure() as failure) if txn == self._txn:
+                self._fail(failure)
+            case Answer(txn, step, result, None) if txn == self._txn and step == self._step and step > 0:
+                self._results[worker] = result
+                self._gather()
+            case AgreeValue(txn, number, value) if txn == self._txn:
+                self._agree(worker, number, value)
+            case _:
+                pass  # of a step that is over
+
+    def tick(self) -> None:
+        """Fail the open step if its time is over."""
+        if self._step is None or self._clock() < self._deadline:
+            return
+        late = self._polls.waiting_for if self._step == 0 else [r for r in self._ranks if r not in self._results]
+        text = f"{self._phase()}: no answer from {', '.join(late)} within {self._deadline_s:g} s"
+        if self._step == 1:
+            text += "; every rank must call the adapter once per step, and its last call must return"
+        self._fail(Failure(DeadlineError.__name__, late[0] if late else self._ranks[0], text))
+
+    # One step
+
+    def _open(self, txn: int, step: int, duty: Duty | None, deadline_s: float) -> None:
+        if txn != self._txn:
+            self._agreements = {}
+            self._early_failure = None
+        self._txn, self._step, self._duty = txn, step, duty
+        self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
+        self._results = {}
+
+    def _can_begin(self) -> bool:
+        """Whether every rank is there and still takes part; otherwise the step has failed."""
+        missing = [rank for rank in self._ranks if rank not in self._members]
+        if missing:
+            text = f"{', '.join(missing)} of {self._group} not there at {self._phase()}"
+            self._fail(Failure(LostWorkerError.__name__, missing[0], text))
+        elif self._early_failure is not None:
+            self._fail(self._early_failure)
+        return self._step is not None
+
+    def _propose(self, proposal: Propose) -> None:
+        for rank in self._ranks:
+            self._to_rank(rank, ProposeStop(self._txn, proposal))
+
+    def _commit(self, commit: Commit) -> None:
+        for rank in self._ranks:
+            self._to_rank(rank, Committed(self._txn, commit.ballot, self._deadline_s + _PATIENCE_MARGIN_S))
+        self._results = dict.fromkeys(self._ranks)
+        self._gather()
+
+    def _gather(self) -> None:
+        assert self._step is not None
+        if len(self._results) == len(self._ranks):
+            step, self._step = self._step, None
+            results = tuple(self._results[rank] for rank in self._ranks)
+            self._to_conductor(Gathered(self._group, self._txn, step, results, None))
+
+    def _fail(self, failure: Failure) -> None:
+        if self._step is None:
+            self._early_failure = self._early_failure or failure
+            return
+        step, self._step = self._step, None
+        self._to_conductor(Gathered(self._group, self._txn, step, (), failure))
+
+    def _end(self, message: End) -> None:
+        if message.txn == self._txn:
+            self._polls.give_up()
+            self._txn, self._step = 0, None
+        for rank in self._ranks:
+            self._to_rank(rank, message)
+
+    def _agree(self, worker: str, number: int, value: int) -> None:
+        values = self._agreements.setdefault(number, {})
+        values[worker] = value
+        if len(values) == len(self._ranks):
+            largest = max(values.values())
+            for rank in self._ranks:
+                self._to_rank(rank, Agreed(self._txn, number, largest))
+
+    def _phase(self) -> str:
+        duty = self._duty
+        if self._step == 0 or duty is None:
+            return "agreeing on a poll"
+        name = type(duty).__name__.lower()
+        return f"{name}, version {duty.version}" if isinstance(duty, (Prepare, Transfer, Install)) else name

@@ -1,0 +1,205 @@
+"""All ranks of an engine stop at the same poll: promise first, then commit.
+
+An engine's ranks call `poll_requests` once a step, each at its own pace, and a request reaches them at different
+moments. If each stopped where it first saw the request, one would wait inside an update while another waits for it
+inside a step. So the lead (rank 0's background thread) proposes a poll number K. A rank whose own counter is below K
+promises to stop at poll K; a rank that has already entered poll K declines and says how far it is, and the lead
+proposes a larger number. The lead commits when everyone has promised, and then nobody can be past K:
+
+::
+
+    lead -> ranks   Propose(ballot 1, stop at 8)
+    rank 0, at 7    promises           rank 1, at 8    declines: "I am at 8"
+    lead -> ranks   Propose(ballot 2, stop at 9)      rank 0, which may wait at 8 by now, goes on to 9
+    both            promise            lead -> ranks   commit ballot 2
+
+A rank that reaches K undecided waits there; every answer comes from background threads, so a step in which ranks wait
+for each other never holds it up. Ballots only grow, and what belongs to an older ballot is ignored: messages may be
+late or out of order. Nothing here sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import msgspec
+
+__all__ = ["Ballot", "Commit", "PollCounter", "PollLead", "Promise", "Propose", "Standing"]
+
+Ballot = int
+"""Number of a proposal; grows with every one that a lead makes."""
+
+
+class Standing(Enum):
+    """What a rank must do at the poll it is in."""
+
+    GO_ON = 0
+    WAIT = 1
+    SERVE = 2
+
+
+class Propose(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """To every rank: promise to stop at this poll."""
+
+    ballot: Ballot
+    stop_at: int
+
+
+class Promise(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """From a rank: whether it will stop there, and the last poll it has entered."""
+
+    ballot: Ballot
+    given: bool
+    counter: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """To every rank: all have promised; stop and serve."""
+
+    ballot: Ballot
+    stop_at: int
+
+
+class PollCounter:
+    """One rank's part: how many polls it has entered, and what it has promised."""
+
+    __slots__ = ("_ballot", "_committed", "_counter", "_stop_at")
+
+    def __init__(self) -> None:
+        self._counter = 0
+        self._ballot: Ballot = 0
+        self._stop_at: int | None = None
+        self._committed = False
+
+    @property
+    def counter(self) -> int:
+        """The last poll entered."""
+        return self._counter
+
+    @property
+    def ballot(self) -> Ballot:
+        """The newest ballot heard of."""
+        return self._ballot
+
+    @property
+    def has_promised(self) -> bool:
+        """Whether a promise is given and neither served nor released."""
+        return self._stop_at is not None
+
+    def enter(self, step: int | None = None) -> Standing:
+        """Enter the next poll, or the one numbered ``step``.
+
+        Raises
+        ------
+        ValueError
+            If ``step`` is not larger than the last poll's number.
+        """
+        following = self._counter + 1 if step is None else step
+        if following <= self._counter:
+            raise ValueError(f"poll number {following} after {self._counter}: steps must grow from poll to poll")
+        self._counter = following
+        return self.standing()
+
+    def standing(self) -> Standing:
+        """What to do at the poll last entered."""
+        if self._stop_at is None or self._counter < self._stop_at:
+            return Standing.GO_ON
+        return Standing.SERVE if self._committed else Standing.WAIT
+
+    def answer(self, proposal: Propose) -> Promise | None:
+        """Promise or decline; None for a proposal that a newer one has overtaken."""
+        if proposal.ballot <= self._ballot:
+            return None
+        self._ballot = proposal.ballot
+        self._committed = False
+        given = self._counter < proposal.stop_at
+        self._stop_at = proposal.stop_at if given else None
+        return Promise(proposal.ballot, given, self._counter)
+
+    def commit(self, ballot: Ballot) -> bool:
+        """Learn that everyone promised; False if this rank has withdrawn its own promise since."""
+        if ballot != self._ballot or self._stop_at is None:
+            return False
+        self._committed = True
+        return True
+
+    def release(self, ballot: Ballot) -> None:
+        """Forget a promise of this ballot or an older one, served or not."""
+        if ballot >= self._ballot:
+            self._ballot = ballot
+            self._stop_at = None
+            self._committed = False
+
+    def forget(self) -> None:
+        """Begin anew with another lead, whose ballots begin at one."""
+        self._ballot = 0
+        self._stop_at = None
+        self._committed = False
+
+
+class PollLead:
+    """The lead's part: find a poll that nobody has entered yet.
+
+    Parameters
+    ----------
+    ranks
+        Everyone whose promise is needed.
+    """
+
+    __slots__ = ("_ballot", "_counters", "_margin", "_promised", "_ranks", "_stop_at")
+
+    def __init__(self, ranks: Sequence[str]) -> None:
+        self._ranks = tuple(ranks)
+        self._counters: dict[str, int] = {}
+        self._ballot: Ballot = 0
+        self._stop_at = 0
+        self._margin = 1
+        self._promised: set[str] | None = None
+
+    @property
+    def ballot(self) -> Ballot:
+        """The newest ballot."""
+        return self._ballot
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """Ranks whose promise to the newest proposal is missing; empty when none is open."""
+        promised = self._promised
+        return () if promised is None else tuple(rank for rank in self._ranks if rank not in promised)
+
+    def begin(self, counters: Mapping[str, int]) -> Propose:
+        """Make the first proposal of a request, from what is known of the counters."""
+        self._learn(counters)
+        self._margin = 1
+        return self._propose()
+
+    def hear(self, rank: str, promise: Promise) -> Propose | Commit | None:
+        """Take a rank's answer; a larger proposal, the commit, or nothing yet."""
+        self._learn({rank: promise.counter})
+        if promise.ballot != self._ballot or self._promised is None:
+            return None
+        if not promise.given:
+            # A fast rank may pass any fixed margin while messages travel; doubling it catches up in a few rounds.
+            self._margin *= 2
+            return self._propose()
+        self._promised.add(rank)
+        if self.waiting_for:
+            return None
+        self._promised = None
+        return Commit(self._ballot, self._stop_at)
+
+    def give_up(self) -> Ballot:
+        """End the search; ranks must be told to release this ballot."""
+        self._promised = None
+        return self._ballot
+
+    def _propose(self) -> Propose:
+        self._ballot += 1
+        self._stop_at = max(self._counters.values(), default=0) + self._margin
+        self._promised = set()
+        return Propose(self._ballot, self._stop_at)
+
+    def _learn(self, counters: Mapping[str, int]) -> None:
+        for rank, counter in counters.items():
+            self._counters[rank] = max(counter, self._counters.get(rank, 0))

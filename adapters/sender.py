@@ -1,0 +1,349 @@
+"""The trainer's side: one `SenderAdapter` on every trainer rank.
+
+::
+
+    sender = SenderAdapter(load_weights, lambda: local_tensors(model), "checkpoint/", rank=rank, world_size=4,
+                           rendezvous="/shared/run-17")
+    print(sender.connect(["a", "b"]))                 # once; again when an engine joins or comes back
+    for step in range(steps):
+        train(model)
+        sender.send_weights(step + 1).result()        # returns the report once every engine has the version
+
+`connect` and `send_weights` are collective over the trainer ranks: every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from adapters.arguments import JsonValue, check_staging, check_transport, encode_metadata, engine_name
+from adapters.checkpoint import Checkpoint
+from adapters.connect_report import ConnectReport
+from adapters.duties import Duties, Worker
+from adapters.failures import ClosedError, Failure, UsageError, failure_of, raise_failure
+from adapters.messages import ConnectIntent, End, SendIntent, Transfer
+from adapters.probe_live import Parameters
+from adapters.probing import LoadWeights
+from adapters.rendezvous import Rendezvous, as_rendezvous
+from adapters.session import Session
+from adapters.station import Station
+from adapters.steps import TRAINERS
+from adapters.update_report import read_report
+from layout_algebra.errors import LayoutError
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace
+from transfer_exec.errors import DeadlineError, TransferError
+from transfer_exec.report import TransferReport
+from transfer_exec.topology import Topology
+
+__all__ = ["PendingUpdate", "ReadyEvent", "SenderAdapter"]
+
+DEFAULT_DEADLINE_S = 300.0
+DEFAULT_BUFFER_BYTES = 256 << 20
+MAX_VERSION = 1 << 40
+
+_WAIT_SHARE = 0.8
+
+
+@runtime_checkable
+class Synchronizes(Protocol):
+    """An event of a device, such as ``torch.cuda.Event``."""
+
+    def synchronize(self) -> object:
+        """Block until it has happened."""
+        ...
+
+
+@runtime_checkable
+class Waits(Protocol):
+    """An event of a thread, such as ``threading.Event``."""
+
+    def wait(self) -> object:
+        """Block until it has happened."""
+        ...
+
+
+ReadyEvent: TypeAlias = Synchronizes | Waits
+"""Happens when the weights to be sent are in memory."""
+
+
+class PendingUpdate:
+    """An update that this trainer has done its part of.
+
+    Attributes
+    ----------
+    patience_s
+        How long the steps that are left can take at most.
+    """
+
+    def __init__(self, version: int, txn: int, session: Session, *, patience_s: float) -> None:
+        self._version = version
+        self._txn = txn
+        self._session = session
+        self.patience_s = patience_s
+        self._end: End | None = None
+
+    @property
+    def version(self) -> int:
+        """The version that was sent."""
+        return self._version
+
+    def done(self) -> bool:
+        """Whether the update has ended, well or not."""
+        return self._wait(0.0) is not None
+
+    def result(self, timeout_s: float | None = None) -> TransferReport:
+        """Wait until every engine has confirmed the version.
+
+        Parameters
+        ----------
+        timeout_s
+            How long to wait; by default until the steps that are left must have ended.
+
+        Raises
+        ------
+        DeadlineError
+            If the update has not ended by then; it goes on, and ``result`` may be called again.
+        TransferError
+            Why some engine does not have the version; the message names them.
+        """
+        waited_s = self.patience_s if timeout_s is None else timeout_s
+        end = self._wait(waited_s)
+        if end is None:
+            raise DeadlineError(f"version {self._version}: not confirmed by every engine within {waited_s:g} s")
+        if end.failure is not None:
+            raise_failure(end.failure)
+        return read_report(end.outcome)
+
+    def succeeded(self, within_s: float) -> bool:
+        """Whether every engine has confirmed the version within so many seconds."""
+        end = self._wait(within_s)
+        return end is not None and end.failure is None
+
+    def _wait(self, timeout_s: float) -> End | None:
+        if self._end is None:
+            self._end = self._session.wait_end(self._txn, timeout_s)
+        return self._end
+
+
+class SenderAdapter:
+    """One trainer rank.
+
+    Parameters
+    ----------
+    load_weights
+        Loads ``(name, tensor)`` pairs of the checkpoint into this rank's parameters; run by `connect` to find out what
+        this rank holds.
+    parameters
+        Live tensors by name, or a callable that lists them anew. May be empty.
+    checkpoint
+        A folder of safetensors whose names, shapes and dtypes the loaders of both sides understand, or its space.
+    rank, world_size
+        Among the trainers.
+    rendezvous
+        Where workers find each other; a path is a folder that all of them can write.
+    staging
+        Not available yet.
+    transport
+        ``"auto"`` or a transport's name.
+    verify
+        ``"digest"`` compares digests of what was sent and what landed in every update; ``"off"`` does not.
+    cast
+        Let trainers hold elements wider than the checkpoint's; they are rounded to nearest even when sent.
+    deadline_s
+        Of every wait.
+
+    Raises
+    ------
+    UsageError
+        For an argument that cannot be honoured.
+    CheckpointError, RendezvousError
+        If the folder is no checkpoint, or rank 0 cannot publish its address.
+    """
+
+    def __init__(
+        self,
+        load_weights: LoadWeights,
+        parameters: Parameters,
+        checkpoint: str | Path | CheckpointSpace,
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous | str | Path,
+        staging: bool = False,
+        transport: str = "auto",
+        verify: str = "digest",
+        cast: bool = False,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        check_staging(staging)
+        if verify not in ("digest", "off"):
+            raise UsageError(f"verify is {verify!r}; expected 'digest' or 'off'")
+        self._transport = check_transport(transport)
+        self._verify, self._cast, self._deadline_s = verify, cast, deadline_s
+        self._rank = rank
+        space = Checkpoint.of(checkpoint).space
+        self._pending: PendingUpdate | None = None
+        self._version: int | None = None
+        self._station = Station(
+            TRAINERS,
+            rank,
+            world_size,
+            as_rendezvous(rendezvous),
+            transport=self._transport,
+            deadline_s=deadline_s,
+            version=lambda: self._version,
+        )
+        worker = Worker(
+            self._station.worker, load_weights, parameters, space, False, None, None, deadline_s * _WAIT_SHARE
+        )
+        self._duties = Duties(worker, self._station.session)
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that every engine has confirmed; None before the first."""
+        if self._pending is not None and self._pending.succeeded(0.0):
+            self._version = self._pending.version
+        return self._version
+
+    @property
+    def source_map(self) -> SourceMap | None:
+        """What this rank holds, as the last `connect` found; None before."""
+        return self._duties.source_map
+
+    def connect(
+        self,
+        engines: Iterable[str],
+        *,
+        topology: Topology | None = None,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        allow_partial: Collection[str] = (),
+    ) -> ConnectReport:
+        """Find out what everybody holds and needs, plan, and get ready to send; collective over the trainers.
+
+        Parameters
+        ----------
+        engines
+            Names of engines to discover anew. Engines of an earlier connect that are not named stay connected with
+            the layout they had, unless their processes are gone.
+        topology
+            The cluster; by default the workers of one machine form a node, at assumed bandwidths.
+        buffer_bytes
+            Budget per worker and round.
+        allow_partial
+            Checkpoint tensors or parameters that may keep old values where no trainer holds them.
+
+        Returns
+        -------
+        ConnectReport
+            The same on every rank.
+
+        Raises
+        ------
+        TransferError, LayoutError
+            On every rank, with the reason, before any byte of weights has moved: an engine that does not come
+            (DeadlineError), a loader that cannot be probed (ProbeError), elements nobody holds (UnheldError), sides
+            that do not fit (CoverageError, CorrespondenceError), ranks with different arguments (DisagreementError).
+        """
+        self._begin()
+        names = [engines] if isinstance(engines, str) else list(engines)
+        intent = ConnectIntent(
+            engines=tuple(dict.fromkeys(engine_name(name) for name in names)),
+            buffer_bytes=_whole("buffer_bytes", buffer_bytes, least=1),
+            allow_partial=tuple(sorted([allow_partial] if isinstance(allow_partial, str) else allow_partial)),
+            transport=self._transport,
+            verify=self._verify,
+            cast=self._cast,
+            topology="" if topology is None else hashlib.blake2b(repr(topology).encode(), digest_size=8).hexdigest(),
+        )
+        if not intent.engines:
+            raise UsageError("connect needs the name of at least one engine")
+        if self._station.conductor is not None:
+            self._station.conductor.offer_topology(topology)
+        session = self._station.session
+        end = session.serve(self._duties.perform, after=session.call(intent, b"", None))
+        assert isinstance(end, End)
+        if end.failure is not None:
+            raise_failure(end.failure)
+        return ConnectReport.from_bytes(end.outcome)
+
+    def send_weights(
+        self, version: int, metadata: JsonValue = None, ready_event: ReadyEvent | None = None
+    ) -> PendingUpdate:
+        """Send this rank's part of a new version; collective over the trainers.
+
+        Returns as soon as this rank's last bytes are packed and written, so that training may go on.
+
+        Parameters
+        ----------
+        version
+            Greater than that of every engine, the same on all ranks.
+        metadata
+            Plain values that receivers get with the update; those of rank 0 travel.
+        ready_event
+            Waited for before anything is read: the weights are in memory when it happens.
+
+        Raises
+        ------
+        TransferError
+            On every rank, with the reason. Nothing was written if a version is not newer (VersionError), ranks
+            named different ones (DisagreementError), or storage was replaced since connect (StaleError). Once bytes
+            moved, engines that did not finish are torn until an update succeeds.
+        """
+        called_at = time.monotonic()
+        self._begin()
+        intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION))
+        data = encode_metadata(metadata)
+        failure = self._why_not(ready_event)
+        session, duties = self._station.session, self._duties
+        duties.stalled_since = called_at
+        outcome = session.serve(duties.perform, after=session.call(intent, data, failure), until=Transfer)
+        if isinstance(outcome, End):
+            raise_failure(outcome.failure or Failure(ClosedError.__name__, "", "the update ended before it began"))
+        self._pending = PendingUpdate(version, outcome, session, patience_s=4 * self._deadline_s)
+        return self._pending
+
+    def close(self) -> None:
+        """Leave: end threads, close sockets, let go of shared memory. May be called again."""
+        self._station.close()
+        self._duties.close()
+
+    def _begin(self) -> None:
+        """What every collective call does first."""
+        self._station.check()
+        self._station.wait_joined()
+        if self._pending is not None and self._pending.succeeded(self._pending.patience_s):
+            # A failed one is told by its own result().
+            self._version = self._pending.version
+
+    def _why_not(self, ready_event: ReadyEvent | None) -> Failure | None:
+        """What keeps this rank from sending; the other ranks must hear of it too."""
+        try:
+            if ready_event is not None:
+                _wait_for(ready_event, self._deadline_s)
+            self._duties.check_storage()
+        except (TransferError, LayoutError) as error:
+            return failure_of(error, self._station.worker)
+        return None
+
+
+def _wait_for(event: ReadyEvent, deadline_s: float) -> None:
+    if isinstance(event, threading.Event):
+        if not event.wait(deadline_s):
+            raise DeadlineError(f"send_weights: ready_event did not happen within {deadline_s:g} s")
+    elif isinstance(event, Synchronizes):
+        # A device event's own wait() only holds back its stream.
+        event.synchronize()
+    else:
+        event.wait()
+
+
+def _whole(name: str, value: int, *, least: int, below: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (below is not None and value >= below):
+        raise UsageError(f"{name} is {value!r}; expected an integer of at least {least}")
+    return value

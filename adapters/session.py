@@ -1,0 +1,342 @@
+"""One rank's place in a transaction: duties come in, answers go out, and a poll costs nothing while nothing comes.
+
+Messages are delivered by the control thread; everything that runs the user's code or moves bytes happens in the thread
+that called the adapter, between two duties:
+
+::
+
+    control thread          Ask(Prepare)        Ask(Transfer)                    End
+    caller, in serve()        perform -> Answer    perform -> Answer    ...      returns the End
+
+A failure elsewhere that comes while a duty is being done is told to `on_cancel`, so that a transfer can stop at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from adapters.failures import Failure, LostWorkerError, failure_of, raise_failure
+from adapters.messages import (
+    Agreed,
+    AgreeValue,
+    Answer,
+    AnswerStop,
+    Ask,
+    Call,
+    Cancel,
+    Committed,
+    Duty,
+    End,
+    FromRank,
+    Intent,
+    ProposeStop,
+    Result,
+    ToRank,
+)
+from adapters.promise import PollCounter, Standing
+from transfer_exec.errors import DeadlineError
+
+__all__ = ["Session"]
+
+LEFT = -1
+"""Step number of the answer of a rank that leaves a transaction between or inside its duties."""
+
+_KEPT_ENDS = 8
+_SILENCE_MARGIN_S = 15.0
+
+
+class Session:
+    """A rank's mailbox, its promises, and the loop that does duties.
+
+    Parameters
+    ----------
+    worker
+        Its name.
+    send_up
+        Takes a message to the group's lead; any thread may call it.
+    deadline_s
+        Longest wait for the first duty, and at a poll that is undecided.
+
+    Attributes
+    ----------
+    stopped_at
+        When this rank last entered a poll at which it had promised to stop; CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, worker: str, send_up: Callable[[FromRank], None], *, deadline_s: float) -> None:
+        self._worker = worker
+        self._send_up = send_up
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._polls = PollCounter()
+        self._txn = 0
+        self._mail: deque[Ask] = deque()
+        self._ends: dict[int, End] = {}
+        self._patience_s = deadline_s
+        self._agreed: dict[int, int] = {}
+        self._agreements = 0
+        self._refusal: Failure | None = None
+        self._broken: Failure | None = None
+        self._on_cancel: Callable[[str], None] | None = None
+        self._cancelled: Failure | None = None
+        self._declined = 0
+        self._left_early = 0
+        self.stopped_at = 0.0
+
+    # The caller's thread
+
+    @property
+    def counter(self) -> int:
+        """Polls entered so far."""
+        return self._polls.counter
+
+    @property
+    def txn(self) -> int:
+        """The newest transaction this rank has heard of."""
+        return self._txn
+
+    def refuse(self, refusal: Exception | None) -> None:
+        """Answer every request to stop with this error, or no longer; a promise that is given is taken back."""
+        with self._changed:
+            self._refusal = None if refusal is None else failure_of(refusal, self._worker)
+            if refusal is not None and self._polls.has_promised:
+                self._leave(refusal)
+
+    def check(self) -> None:
+        """Raise what ended the control thread, or why the lead will not have this rank."""
+        if self._broken is not None:
+            raise_failure(self._broken)
+
+    def enter_poll(self, step: int | None) -> int | None:
+        """Enter the next poll; the transaction that every rank has stopped here to serve, or None.
+
+        Raises
+        ------
+        DeadlineError
+            If this rank promised to stop here and nobody decided in time.
+        """
+        with self._changed:
+            if self._polls.enter(step) is Standing.GO_ON:
+                return None
+            self.stopped_at = time.monotonic()
+            stop_at = self.stopped_at + self._deadline_s
+            while (standing := self._polls.standing()) is Standing.WAIT:
+                if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
+                    failure = self._leave(
+                        DeadlineError(
+                            f"promised to stop at poll {self._polls.counter} and heard nothing more within "
+                            f"{self._deadline_s:g} s; the engine may go on, nothing was written"
+                        )
+                    )
+                    raise_failure(failure)
+            return self._txn if standing is Standing.SERVE else None
+
+    def call(self, intent: Intent, metadata: bytes, failure: Failure | None) -> int:
+        """Tell the lead that this trainer called an adapter method.
+
+        Returns
+        -------
+        int
+            The newest transaction so far: what ``serve`` does comes after it.
+        """
+        with self._changed:
+            after = self._txn
+            self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
+        self._send_up(Call(self._worker, after, intent, metadata, failure))
+        return after
+
+    def serve(self, perform: Callable[[Duty], Result], *, after: int, until: type[Duty] | None = None) -> End | int:
+        """Do every duty of one transaction.
+
+        Parameters
+        ----------
+        perform
+            Does a duty; what it raises becomes the answer, and `serve` goes on.
+        after
+            Ignore transactions up to this one.
+        until
+            Leave after a duty of this type was done well.
+
+        Returns
+        -------
+        End or int
+            How the transaction ended; or its number, if it goes on after ``until``.
+
+        Raises
+        ------
+        DeadlineError
+            If neither duty nor end comes.
+        """
+        try:
+            while True:
+                ask = self._next(after)
+                if isinstance(ask, End):
+                    return ask
+                answer = self._answer(perform, ask)
+                with self._changed:
+                    over = ask.txn in self._ends
+                if not over:
+                    self._send_up(answer)
+                    if until is not None and isinstance(ask.duty, until) and answer.failure is None:
+                        with self._changed:
+                            self._polls.release(self._polls.ballot)
+                            self._left_early = ask.txn
+                        return ask.txn
+        except BaseException as error:
+            with self._changed:
+                self._leave(error)
+            raise
+
+    def wait_end(self, txn: int, timeout_s: float | None) -> End | None:
+        """The end of a transaction that `serve` left early; None if it has not come in time, or is long past."""
+        stop_at = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while txn not in self._ends and self._txn == txn:
+                left = None if stop_at is None else stop_at - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return self._ends.get(txn)
+
+    def wait_settled(self) -> None:
+        """Wait, up to the deadline, for the end of a transaction that `serve` left early: it still needs this rank."""
+        if self._left_early and self._broken is None:
+            self.wait_end(self._left_early, self._deadline_s)
+
+    def agree(self, value: int) -> int:
+        """The largest value of all ranks of the group, each of which must ask.
+
+        Raises
+        ------
+        DeadlineError
+            If some rank does not ask.
+        """
+        with self._changed:
+            self._agreements += 1
+            number, txn = self._agreements, self._txn
+        self._send_up(AgreeValue(txn, number, value))
+        stop_at = time.monotonic() + self._patience_s
+        with self._changed:
+            while number not in self._agreed:
+                if txn in self._ends:
+                    end = self._ends[txn]
+                    raise_failure(end.failure or Failure(LostWorkerError.__name__, self._worker, "the probe was ended"))
+                if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
+                    raise DeadlineError(f"{self._worker}: the other ranks did not agree on a number of loads in time")
+            return self._agreed[number]
+
+    def on_cancel(self, act: Callable[[str], None] | None) -> None:
+        """What to do, on the control thread, if the transaction fails while a duty is being done."""
+        with self._changed:
+            self._on_cancel = act
+            end = self._ends.get(self._txn)
+            failure = self._cancelled if end is None else end.failure
+            if act is not None and failure is not None:
+                act(str(failure))
+
+    # The control thread
+
+    def deliver(self, message: ToRank) -> None:
+        """Take a message from the lead."""
+        with self._changed:
+            match message:
+                case ProposeStop(txn, proposal):
+                    self._begin(txn)
+                    if self._refusal is not None:
+                        self._send_up(AnswerStop(txn, None, self._refusal))
+                    else:
+                        promise = self._polls.answer(proposal)
+                        if promise is not None:
+                            self._send_up(AnswerStop(txn, promise, None))
+                case Committed(txn, ballot, patience_s) if txn == self._txn:
+                    self._patience_s = patience_s
+                    self._polls.commit(ballot)
+                case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
+                    self._begin(txn)
+                    self._patience_s = message.patience_s
+                    self._mail.append(message)
+                case Agreed(txn, number, value) if txn == self._txn:
+                    self._agreed[number] = value
+                case Cancel(txn, failure) if txn == self._txn:
+                    if self._on_cancel is not None:
+                        self._on_cancel(str(failure))
+                    self._cancelled = failure
+                case End(txn=txn) if txn >= self._txn and txn not in self._ends:
+                    self._begin(txn)
+                    self._finish(message)
+                case _:
+                    return  # of a transaction that is over
+            self._changed.notify_all()
+
+    def lead_lost(self, failure: Failure) -> None:
+        """The lead is gone: what is open has failed, and another lead begins to count at one."""
+        with self._changed:
+            if self._txn and self._txn not in self._ends:
+                self._finish(End(self._txn, failure))
+            self._polls.forget()
+            self._changed.notify_all()
+
+    def stop(self, failure: Failure) -> None:
+        """Nothing will come any more: the adapter closes, or its control thread ended."""
+        with self._changed:
+            self._broken = failure
+            if self._txn and self._txn not in self._ends:
+                self._finish(End(self._txn, failure))
+            self._polls.forget()
+            self._changed.notify_all()
+
+    # Inside, with the lock held
+
+    def _begin(self, txn: int) -> None:
+        if txn > self._txn:
+            self._txn = txn
+            self._mail.clear()
+            self._agreed = {}
+            self._agreements = 0
+            self._cancelled = None
+
+    def _finish(self, end: End) -> None:
+        self._ends[end.txn] = end
+        while len(self._ends) > _KEPT_ENDS:
+            del self._ends[min(self._ends)]
+        self._mail.clear()
+        self._polls.release(self._polls.ballot)
+        if self._on_cancel is not None and end.failure is not None:
+            self._on_cancel(str(end.failure))
+
+    def _leave(self, error: BaseException) -> Failure:
+        """This rank takes no further part in what is open; the others must not wait for it."""
+        failure = failure_of(error, self._worker)
+        self._polls.release(self._polls.ballot)
+        self._mail.clear()
+        if self._txn not in self._ends:
+            self._declined = self._txn
+            self._send_up(Answer(self._txn, LEFT, None, failure))
+        return failure
+
+    # Inside
+
+    def _next(self, after: int) -> Ask | End:
+        with self._changed:
+            stop_at = time.monotonic() + self._patience_s
+            while True:
+                if self._mail and self._mail[0].txn > after:
+                    return self._mail.popleft()
+                newest = max(self._ends, default=0)
+                if newest > after:
+                    return self._ends[newest]
+                if self._broken is not None:
+                    return End(self._txn, self._broken)
+                if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
+                    raise DeadlineError(
+                        f"{self._worker}: heard nothing more of the connect or update within {self._patience_s:g} s"
+                    )
+
+    def _answer(self, perform: Callable[[Duty], Result], ask: Ask) -> Answer:
+        try:
+            return Answer(ask.txn, ask.step, perform(ask.duty), None)
+        except Exception as error:  # noqa: BLE001 - the other workers must hear of it, whatever it is
+            return Answer(ask.txn, ask.step, None, failure_of(error, self._worker))

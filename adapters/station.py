@@ -1,0 +1,292 @@
+"""One worker's control plane, wired: its post, its session, the lead of its group on rank 0, the conductor on one.
+
+Which part a message is for follows from who sent it:
+
+::
+
+    trainer/0     a trainer rank -> lead       an engine's lead -> conductor
+    engine/a/0    a rank -> lead               the parent (conductor) -> lead
+    other ranks                                the parent (lead) -> session
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from adapters.conductor import Conductor
+from adapters.control import Post
+from adapters.failures import ClosedError, Failure, UsageError, failure_of
+from adapters.lead import GroupLead
+from adapters.messages import (
+    Agreed,
+    AgreeValue,
+    Answer,
+    AnswerStop,
+    Ask,
+    Call,
+    Cancel,
+    Committed,
+    End,
+    FromLead,
+    FromRank,
+    Gathered,
+    Member,
+    ProposeStop,
+    Relay,
+    Roster,
+    Stop,
+    ToChild,
+    ToLead,
+    ToParent,
+    ToRank,
+)
+from adapters.planning import group_of
+from adapters.rendezvous import SENDER, Rendezvous
+from adapters.session import Session
+from adapters.steps import TRAINERS, GroupLost
+from transfer_exec.errors import DeadlineError
+
+__all__ = ["Station", "host_identity"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Station:
+    """The control plane of one worker.
+
+    Parameters
+    ----------
+    group
+        ``"trainer"`` or ``"engine/<name>"``.
+    rank, world_size
+        In the group.
+    rendezvous
+        Where workers find each other.
+    transport
+        What this worker asks for.
+    deadline_s
+        Of every wait.
+    version
+        What this worker holds now.
+
+    Raises
+    ------
+    UsageError
+        If the rank is outside the group.
+    RendezvousError
+        If rank 0 cannot listen or publish its address.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous,
+        *,
+        transport: str,
+        deadline_s: float,
+        version: Callable[[], int | None],
+    ) -> None:
+        _check_rank(group, rank, world_size)
+        if not deadline_s > 0:
+            raise UsageError(f"deadline_s is {deadline_s!r}; expected seconds above zero")
+        self.worker = f"{group}/{rank}"
+        self._group, self._rank, self._world_size = group, rank, world_size
+        self._transport, self._version = transport, version
+        self._deadline_s = deadline_s
+        self._incarnation = secrets.token_hex(8)
+        self._host = host_identity()
+        self._joined = threading.Event()
+        self.session = Session(self.worker, self._send_up, deadline_s=deadline_s)
+        self._lead: GroupLead | None = None
+        self.conductor: Conductor | None = None
+        ranks = tuple(f"{group}/{each}" for each in range(world_size))
+        if rank == 0 and group == TRAINERS:
+            self.conductor = Conductor(ranks, self._to_lead, deadline_s=deadline_s)
+        if rank == 0:
+            self._lead = GroupLead(
+                group,
+                ranks,
+                to_rank=self._to_rank,
+                to_conductor=self._to_conductor,
+                clock=time.monotonic,
+                own_counter=lambda: self.session.counter,
+            )
+        is_root = self.conductor is not None
+        parent = None if is_root else (SENDER if rank == 0 or group == TRAINERS else group)
+        self._post = Post(
+            self._member,
+            rendezvous,
+            self,
+            listens_as=(SENDER if group == TRAINERS else group) if rank == 0 else None,
+            parent=parent,
+        )
+        if self._lead is not None:
+            self._lead.joined(self._member())
+        if is_root:
+            self._joined.set()
+        self._post.start()
+        if self.conductor is not None:
+            self.conductor.start()
+
+    @property
+    def dropped(self) -> int:
+        """Messages that were none, or came from strangers."""
+        return self._post.dropped
+
+    def check(self) -> None:
+        """Raise if this worker cannot take part: closed, forked, refused, or its control thread has ended."""
+        self._post.check_process()
+        self.session.check()
+
+    def wait_joined(self) -> None:
+        """Wait until the parent has said welcome.
+
+        Raises
+        ------
+        DeadlineError
+            If it does not in time.
+        """
+        stop_at = time.monotonic() + self._deadline_s
+        while not self._joined.wait(min(0.1, max(0.0, stop_at - time.monotonic()))):
+            self.check()
+            if time.monotonic() >= stop_at:
+                raise DeadlineError(
+                    f"{self.worker}: did not find the rank 0 it belongs to within {self._deadline_s:g} s; start all "
+                    "ranks with the same rendezvous"
+                )
+
+    def close(self) -> None:
+        """End all threads and close all sockets. May be called again."""
+        if self._post.closed:
+            return
+        self.session.wait_settled()
+        self.session.stop(Failure(ClosedError.__name__, self.worker, "the adapter was closed"))
+        if self.conductor is not None:
+            self.conductor.close()
+        self._post.close()
+
+    # From other threads
+
+    def _send_up(self, message: FromRank) -> None:
+        lead = self._lead
+        if lead is not None:
+            self._post.run(lambda: lead.from_rank(self.worker, message))
+        else:
+            self._post.to_parent(message)
+
+    def _to_lead(self, group: str, message: ToLead) -> None:
+        lead = self._lead
+        if group == self._group and lead is not None:
+            self._post.run(lambda: lead.from_conductor(message))
+        else:
+            self._post.to_child(f"{group}/0", message)
+
+    # On the control thread
+
+    def _to_rank(self, worker: str, message: ToRank) -> None:
+        if worker == self.worker:
+            self.session.deliver(message)
+        else:
+            self._post.to_child(worker, message)
+
+    def _to_conductor(self, message: FromLead) -> None:
+        if self.conductor is not None:
+            self.conductor.hear(message)
+        elif not isinstance(message, Call):
+            self._post.to_parent(message)
+
+    def _member(self) -> Member:
+        return Member(
+            self.worker, self._rank, self._world_size, self._incarnation, self._host, self._transport, self._version()
+        )
+
+    def admit(self, member: Member) -> Failure | None:
+        """Take in a rank of this group, or an engine's lead."""
+        group, lead = group_of(member.worker), self._lead
+        assert lead is not None
+        if group == self._group:
+            if member.world_size != self._world_size or not 0 < member.rank < self._world_size:
+                return self._refusal(
+                    f"{member.worker} says world_size={member.world_size}, {self.worker} says {self._world_size}"
+                )
+            if member.worker != f"{group}/{member.rank}":
+                return self._refusal(f"{member.worker} says it is rank {member.rank}")
+            lead.joined(member)
+            return None
+        if self.conductor is None or member.rank != 0 or not group.startswith("engine/"):
+            return self._refusal(f"{member.worker} has no business with {self.worker}")
+        return None
+
+    def from_child(self, worker: str, message: ToParent) -> None:
+        """A rank or an engine's lead spoke."""
+        lead, conductor = self._lead, self.conductor
+        if group_of(worker) == self._group and lead is not None:
+            if isinstance(message, (Call, Answer, AnswerStop, AgreeValue)):
+                lead.from_rank(worker, message)
+        elif conductor is not None and isinstance(message, (Roster, Gathered)) and message.group == group_of(worker):
+            conductor.hear(message)
+
+    def child_lost(self, worker: str, reason: str) -> None:
+        """A rank or an engine's lead is gone."""
+        if group_of(worker) == self._group and self._lead is not None:
+            self._lead.lost(worker, reason)
+        elif self.conductor is not None:
+            self.conductor.hear(GroupLost(group_of(worker), reason))
+
+    def from_parent(self, message: ToChild) -> None:
+        """The lead spoke to a rank, or the conductor to a lead."""
+        if self._lead is not None:
+            if isinstance(message, (Stop, Relay, Cancel, End)):
+                self._lead.from_conductor(message)
+        elif isinstance(message, (Ask, ProposeStop, Committed, Agreed, Cancel, End)):
+            self.session.deliver(message)
+
+    def parent_joined(self) -> None:
+        """The parent knows this worker."""
+        self._joined.set()
+        if self._lead is not None:
+            self._post.to_parent(self._lead.roster())
+
+    def parent_lost(self, failure: Failure, *, final: bool) -> None:
+        """The parent is gone, or will not have this worker."""
+        self._joined.clear()
+        if final:
+            self.session.stop(failure)
+        elif self._lead is not None:
+            self._lead.conductor_lost(failure)
+        else:
+            self.session.lead_lost(failure)
+
+    def broken(self, failure: Failure) -> None:
+        """The control thread has ended by an error."""
+        self.session.stop(failure)
+
+    def tick(self) -> None:
+        """Look at deadlines."""
+        if self._lead is not None:
+            self._lead.tick()
+
+    def _refusal(self, text: str) -> Failure:
+        return failure_of(UsageError(f"{text}; give all ranks of a group one world_size and each its own rank"), "")
+
+
+def host_identity() -> str:
+    """This machine and its boot; workers that have it in common can share memory."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    return f"{socket.gethostname()} {boot}".strip()
+
+
+def _check_rank(group: str, rank: int, world_size: int) -> None:
+    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (rank, world_size))
+    if not whole or not 0 <= rank < world_size:
+        raise UsageError(f"{group}: rank {rank!r} of world_size {world_size!r}; expected 0 <= rank < world_size")

@@ -1,0 +1,50 @@
+"""One report of an update from what every worker reported, and its way over the wire.
+
+Reports and events come from the workers as they saw them; nothing is filled in, so a missing event is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from adapters.messages import Published, Result, Transferred
+from adapters.planning import Connection
+from transfer_exec.report import Stall, TransferReport, WorkerEvents, WorkerReport, combine_reports
+
+__all__ = ["gather_report", "read_report", "report_bytes"]
+
+
+def gather_report(
+    connection: Connection, moved: Mapping[str, Result | None], published: Mapping[str, Result | None]
+) -> TransferReport:
+    """Combine the results of an update's last steps.
+
+    Raises
+    ------
+    ReportError
+        If a worker's report or event is missing, or contradicts the plan.
+    """
+    reports: dict[str, WorkerReport] = {}
+    events: dict[str, WorkerEvents] = {}
+    for worker, result in moved.items():
+        if isinstance(result, Transferred):
+            reports[worker] = msgspec.msgpack.decode(result.report, type=WorkerReport)
+            if result.stall is not None:
+                events[worker] = WorkerEvents((Stall(*result.stall),), called_at=result.stall[0])
+    for worker, result in published.items():
+        if isinstance(result, Published):
+            events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])
+    opaque = {worker: source_map.opaque for worker, source_map in connection.needers.items()}
+    return combine_reports(connection.plan, reports, events=events, opaque=opaque)
+
+
+def report_bytes(report: TransferReport) -> bytes:
+    """A report as msgpack."""
+    return msgspec.msgpack.encode(report)
+
+
+def read_report(data: bytes) -> TransferReport:
+    """Read ``report_bytes``' output."""
+    return msgspec.msgpack.decode(data, type=TransferReport)

@@ -1,0 +1,123 @@
+"""Proof that bytes landed: digests per demand class, compared across layouts without moving a weight.
+
+All holders and all needers of a demand class have the very same ids, so their digests of it must be one number,
+whatever their layouts (`layout_algebra.fingerprint`). Trainers digest before the first byte of an update leaves, so
+what they do afterwards cannot change it; rollouts digest what has landed.
+
+A rollout cannot prove a class that it does not hold whole (an opaque parameter's inputs), or holds in a narrower dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from adapters.failures import VerificationError
+from adapters.messages import Cell
+from layout_algebra.correspondence import Correspondence
+from layout_algebra.dtypes import holds_every_value
+from layout_algebra.fingerprint import Memory, fingerprint_cells
+from layout_algebra.runs import RunTable
+from layout_algebra.source_map import SourceMap
+
+__all__ = ["Cells", "cells_of", "check_digests", "check_holders"]
+
+Cells = Mapping[int, RunTable]
+"""Number of a demand class -> its ids."""
+
+Digests = Mapping[str, Mapping[int, int]]
+"""Worker -> number of a demand class -> digest."""
+
+
+def cells_of(correspondence: Correspondence, worker: str) -> tuple[Cell, ...]:
+    """The demand classes that a worker holds or needs, in a form that travels."""
+    return tuple(
+        Cell(number, group.runs.runs.tobytes())
+        for number, group in enumerate(correspondence.classes)
+        if worker in group.holders or worker in group.needers
+    )
+
+
+def provable(source_map: SourceMap, cells: Sequence[Cell]) -> dict[int, RunTable]:
+    """Those of some cells that a worker's own memory can prove.
+
+    Raises
+    ------
+    LayoutError
+        If a cell's bytes are no runs.
+    """
+    held, narrow = source_map.held(), _narrow_ids(source_map)
+    out = {}
+    for cell in cells:
+        runs = RunTable.from_runs(np.frombuffer(cell.runs, dtype=np.int64).reshape(-1, 4))
+        if not runs.subtract(held) and not runs.intersect(narrow):
+            out[cell.number] = runs
+    return out
+
+
+def digest(source_map: SourceMap, memory: Memory, cells: Cells) -> dict[int, int]:
+    """Digest every cell; reads all memory that the cells live in once."""
+    values = fingerprint_cells(source_map, memory, list(cells.values()))
+    return dict(zip(cells, values.tolist(), strict=True))
+
+
+def check_holders(correspondence: Correspondence, digests: Digests) -> None:
+    """Refuse to send replicas that differ from each other.
+
+    Raises
+    ------
+    VerificationError
+        Naming the workers and the first tensor they differ in.
+    """
+    for number, group in enumerate(correspondence.classes):
+        values = {w: digests[w][number] for w in group.holders if number in digests.get(w, {})}
+        if len(set(values.values())) > 1:
+            first, other = _two_that_differ(values)
+            raise VerificationError(
+                f"{first} and {other} both hold {_describe(correspondence, number)}, and their bits differ; which of "
+                "them is right cannot be told. Make replicas equal, or pass verify='off'"
+            )
+
+
+def check_digests(correspondence: Correspondence, sent: Digests, landed: Digests) -> None:
+    """Compare what rollouts have with what trainers sent.
+
+    Raises
+    ------
+    VerificationError
+        Naming every worker that differs and the tensors of the first difference.
+    """
+    for number, group in enumerate(correspondence.classes):
+        right = next((sent[w][number] for w in group.holders if number in sent.get(w, {})), None)
+        wrong = [w for w in group.needers if landed.get(w, {}).get(number, right) != right]
+        if right is not None and wrong:
+            raise VerificationError(
+                f"{', '.join(wrong)}: the bits of {_describe(correspondence, number)} differ from those that "
+                f"{group.holders[0]} sent; the new version is not to be used"
+            )
+
+
+def _describe(correspondence: Correspondence, number: int) -> str:
+    start, stop = correspondence.classes[number].runs.intervals[0].tolist()
+    count = correspondence.classes[number].runs.elements
+    rest = "" if count == stop - start else f" or another of the {count:,} elements that go the same way"
+    return correspondence.space.describe_ids(start, stop) + rest
+
+
+def _two_that_differ(values: Mapping[str, int]) -> tuple[str, str]:
+    first, right = next(iter(values.items()))
+    return first, next(worker for worker, value in values.items() if value != right)
+
+
+def _narrow_ids(source_map: SourceMap) -> RunTable:
+    """Ids that some parameter holds in a dtype that cannot hold every value of the checkpoint's."""
+    specs = source_map.space.specs
+    found = []
+    for wire in sorted({spec.dtype for spec in specs}):
+        ranges = RunTable.from_intervals([source_map.space.id_range(s.name) for s in specs if s.dtype == wire])
+        rows = source_map.strips.within(ranges.intervals)[0].rows
+        narrow = [not holds_every_value(source_map.dtype(name), wire) for name in source_map.parameters]
+        rows = rows[np.array(narrow, dtype=bool)[rows[:, 2]]]
+        found.append(np.stack([rows[:, 0], rows[:, 0] + rows[:, 1]], axis=1))
+    return RunTable.from_intervals(np.concatenate([np.empty((0, 2), dtype=np.int64), *found]))
