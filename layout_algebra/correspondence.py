@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from layout_algebra.cells import cut_cells
 from layout_algebra.dtypes import IdArray, conversion_is_defined, holds_every_value
 from layout_algebra.errors import CorrespondenceError
-from layout_algebra.runs import RunTable
+from layout_algebra.runs import RunTable, expand_ranges, expand_runs
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, natural_key
 
@@ -88,9 +89,9 @@ class Correspondence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """One distinct set of ids and the workers of one side that share it."""
+    """One distinct set of ids, as runs, and the workers of one side that share it."""
 
-    intervals: IdArray
+    runs: IdArray
     workers: tuple[str, ...]
 
 
@@ -123,12 +124,12 @@ def correspond(
     if both:
         raise CorrespondenceError(f"{both[0]}: named as a holder and as a needer; give each side its own worker names")
     space = _common_space({**holders, **needers})
-    for worker, source_map in _ordered(holders):
+    for worker, source_map in _distinct(holders):
         _check_holder(worker, source_map, cast=cast)
-    for worker, source_map in _ordered(needers):
+    for worker, source_map in _distinct(needers):
         _check_needer(worker, source_map)
-    held = _layouts([(worker, source_map.held()) for worker, source_map in _ordered(holders)])
-    needed = _layouts([(worker, source_map.needed()) for worker, source_map in _ordered(needers)])
+    held = _layouts(_ordered(holders), needed=False)
+    needed = _layouts(_ordered(needers), needed=True)
     return Correspondence(
         space=space,
         holders=tuple(worker for worker, _ in _ordered(holders)),
@@ -139,6 +140,14 @@ def correspond(
 
 def _ordered(maps: Mapping[str, SourceMap]) -> list[tuple[str, SourceMap]]:
     return [(worker, maps[worker]) for worker in sorted(maps, key=natural_key)]
+
+
+def _distinct(maps: Mapping[str, SourceMap]) -> list[tuple[str, SourceMap]]:
+    """The first worker of each map object: replicas that share one are looked at once."""
+    first: dict[int, tuple[str, SourceMap]] = {}
+    for worker, source_map in _ordered(maps):
+        first.setdefault(id(source_map), (worker, source_map))
+    return list(first.values())
 
 
 def _common_space(maps: Mapping[str, SourceMap]) -> CheckpointSpace:
@@ -172,21 +181,29 @@ def _listed(names: Sequence[str]) -> str:
 
 def _dtype_pairs(source_map: SourceMap) -> list[tuple[str, str, str]]:
     """Every (parameter, its dtype, checkpoint tensor) whose dtypes differ."""
-    space, rows = source_map.space, source_map.strips.rows
-    if not len(rows):
-        return []
-    first = np.searchsorted(space.starts, rows[:, 0], side="right") - 1
-    last = np.searchsorted(space.starts, rows[:, 0] + rows[:, 1] - 1, side="right") - 1
-    names = source_map.parameters
-    out = []
-    for parameter, low, high in np.unique(np.stack([rows[:, 2], first, last], axis=1), axis=0).tolist():
-        dtype = source_map.dtype(names[parameter])
-        out += [
-            (names[parameter], dtype, space.specs[position].name)
-            for position in range(low, high + 1)
-            if space.specs[position].elements and space.specs[position].dtype != dtype
-        ]
-    return out
+    space, parameters = source_map.space, source_map.parameters
+    number: dict[str, int] = {}
+    of_tensor = np.array([number.setdefault(spec.dtype, len(number)) for spec in space.specs], dtype=np.int64)
+    of_parameter = np.array([number.get(source_map.dtype(name), -1) for name in parameters], dtype=np.int64)
+    changes = np.concatenate([[0], np.cumsum(np.diff(of_tensor) != 0)])
+    runs, owner = source_map.runs_by_parameter
+    first, last = _tensors_of(space, runs[:, 0], runs[:, 0] + runs[:, 2] * (runs[:, 3] - 1) + runs[:, 1])
+    alike = (changes[first] == changes[last]) & (of_tensor[first] == of_parameter[owner])
+    out = set()
+    for position in np.flatnonzero(~alike).tolist():
+        spans = expand_runs(runs[position : position + 1])
+        first, last = _tensors_of(space, spans[:, 0], spans[:, 1])
+        name = parameters[owner[position]]
+        specs = [space.specs[tensor] for tensor in np.unique(expand_ranges(first, last - first + 1)).tolist()]
+        own = source_map.dtype(name)
+        out |= {(name, own, spec.name) for spec in specs if spec.elements and spec.dtype != own}
+    return sorted(out)
+
+
+def _tensors_of(space: CheckpointSpace, starts: IdArray, stops: IdArray) -> tuple[IdArray, IdArray]:
+    """First and last tensor, by position, of half-open id ranges."""
+    first = np.searchsorted(space.starts, starts, side="right") - 1
+    return first, np.searchsorted(space.starts, stops - 1, side="right") - 1
 
 
 def _check_holder(worker: str, source_map: SourceMap, *, cast: bool) -> None:
@@ -213,78 +230,29 @@ def _check_needer(worker: str, source_map: SourceMap) -> None:
             )
 
 
-def _layouts(workers: Sequence[tuple[str, RunTable]]) -> list[_Layout]:
+def _layouts(workers: Sequence[tuple[str, SourceMap]], *, needed: bool) -> list[_Layout]:
     """Group workers of one side that have the very same ids, so that each set is intersected once."""
     groups: dict[bytes, tuple[IdArray, list[str]]] = {}
-    for worker, runs in workers:
-        if runs:
-            groups.setdefault(runs.runs.tobytes(), (runs.intervals, []))[1].append(worker)
-    return [_Layout(intervals, tuple(members)) for intervals, members in groups.values()]
+    keys: dict[int, bytes] = {}
+    for worker, source_map in workers:
+        runs = source_map.needed_runs if needed else source_map.held_runs
+        key = keys.setdefault(id(source_map), runs[np.lexsort(runs.T)].tobytes())
+        if len(runs):
+            groups.setdefault(key, (runs, []))[1].append(worker)
+    return [_Layout(runs, tuple(members)) for runs, members in groups.values()]
 
 
 def _classes(space: CheckpointSpace, held: list[_Layout], needed: list[_Layout]) -> list[DemandClass]:
-    """Cut the ids at every edge of every layout, label each segment by who covers it, and group equal labels."""
-    if not needed:
-        return []
-    layouts = [*held, *needed]
-    width_changes = np.flatnonzero(np.diff(space.item_bits)) + 1
-    all_edges = [layout.intervals.reshape(-1) for layout in layouts] + [space.starts[width_changes]]
-    edges = np.unique(np.concatenate(all_edges))
-    covered_by = np.zeros((len(edges), 2), dtype=np.uint64)
-    is_needed = np.zeros(len(edges), dtype=np.int64)
-    for number, layout in enumerate(layouts):
-        starts = np.searchsorted(edges, layout.intervals[:, 0])
-        stops = np.searchsorted(edges, layout.intervals[:, 1])
-        mark = _marks(number)
-        covered_by[starts] += mark
-        covered_by[stops] -= mark
-        if number >= len(held):
-            is_needed[starts] += 1
-            is_needed[stops] -= 1
-    label = np.cumsum(covered_by, axis=0, dtype=np.uint64)[:-1]
-    segments = np.flatnonzero(np.cumsum(is_needed)[:-1] > 0)
-    tensor = np.searchsorted(space.starts, edges[segments], side="right") - 1
-    keys = np.empty((len(segments), 3), dtype=np.uint64)
-    keys[:, :2] = label[segments]
-    keys[:, 2] = space.item_bits[tensor]
-    _, first_seen, group_of = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    group_of = group_of.reshape(-1)
-    order = np.argsort(group_of, kind="stable")
-    bounds = np.searchsorted(group_of[order], np.arange(len(first_seen) + 1))
-    spans = np.stack([edges[segments], edges[segments + 1]], axis=1)
-    samples = edges[segments[first_seen]]
-    members = np.stack([_contains(layout.intervals, samples) for layout in layouts])
+    """The cells that somebody needs, with the names of those who hold and need them."""
     out = []
-    for group in np.argsort(samples).tolist():
-        mine = spans[order[bounds[group] : bounds[group + 1]]]
-        inside = members[:, group]
-        out.append(
-            DemandClass(
-                holders=_workers(held, inside[: len(held)]),
-                needers=_workers(needed, inside[len(held) :]),
-                runs=RunTable.from_intervals(mine),
-                item_bytes=int(keys[first_seen[group], 2]) // 8,
-            )
-        )
+    for cell in cut_cells(space, [layout.runs for layout in (*held, *needed)]):
+        mine, theirs = cell.covered_by[: len(held)], cell.covered_by[len(held) :]
+        if theirs.any():
+            runs = RunTable.from_runs(cell.runs)
+            out.append(DemandClass(_workers(held, mine), _workers(needed, theirs), runs, cell.item_bits // 8))
     return out
 
 
 def _workers(layouts: list[_Layout], inside: npt.NDArray[np.bool_]) -> tuple[str, ...]:
     names = [worker for layout, yes in zip(layouts, inside, strict=True) if yes for worker in layout.workers]
     return tuple(sorted(names, key=natural_key))
-
-
-def _contains(intervals: IdArray, ids: IdArray) -> npt.NDArray[np.bool_]:
-    position = np.searchsorted(intervals[:, 0], ids, side="right") - 1
-    inside: npt.NDArray[np.bool_] = (position >= 0) & (ids < intervals[np.maximum(position, 0), 1])
-    return inside
-
-
-def _marks(number: int) -> npt.NDArray[np.uint64]:
-    """Two fixed 64-bit numbers per layout. A set of layouts is known by its sums mod 2**64: two sets meet with
-    probability 2**-128 per pair."""
-    state = np.array([2 * number + 1, 2 * number + 2], dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
-    return mixed

@@ -65,7 +65,7 @@ class RunTable:
         bad = (array[:, 0] < 0) | (array[:, 1] < 1) | (array[:, 3] < 1) | ((array[:, 3] > 1) & (array[:, 2] < 1))
         if bad.any():
             raise LayoutError(f"run {array[bad][0].tolist()}: expected start >= 0, length, count and stride >= 1")
-        return RunTable.from_intervals(_expand(array))
+        return RunTable.from_intervals(expand_runs(array))
 
     @staticmethod
     def from_ids(ids: npt.ArrayLike) -> RunTable:
@@ -81,7 +81,7 @@ class RunTable:
     @cached_property
     def intervals(self) -> IdArray:
         """The set as maximal half-open intervals, ascending; shape ``(n, 2)``, read-only."""
-        expanded = merge_intervals(_expand(self.runs))
+        expanded = merge_intervals(expand_runs(self.runs))
         expanded.setflags(write=False)
         return expanded
 
@@ -191,7 +191,8 @@ def total_elements(tables: Iterable[RunTable]) -> int:
     return sum(table.elements for table in tables)
 
 
-def _expand(runs: IdArray) -> IdArray:
+def expand_runs(runs: IdArray) -> IdArray:
+    """The half-open intervals of runs ``(start, length, stride, count)``, in the runs' order; shape ``(m, 2)``."""
     counts = runs[:, 3]
     steps = expand_ranges(np.zeros(len(runs), dtype=np.int64), counts)
     starts = np.repeat(runs[:, 0], counts) + steps * np.repeat(runs[:, 2], counts)

@@ -14,7 +14,7 @@ A transpose is nothing but another stride order, a broadcast is a source stride 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,17 @@ class CopyTable:
                 ).ravel()
         return CopyTable(rows)
 
+    @staticmethod
+    def concatenate(tables: Sequence[CopyTable]) -> CopyTable:
+        """All rows of some tables, in order."""
+        axes = max([1, *(table.axes for table in tables)])
+        unit = np.array([1, 0, 0], dtype=np.int64)
+        parts = [np.empty((0, 2 + 3 * axes), dtype=np.int64)]
+        for table in tables:
+            spare = np.broadcast_to(np.tile(unit, axes - table.axes), (len(table), 3 * (axes - table.axes)))
+            parts.append(np.concatenate([table.rows[:, :2], spare, table.rows[:, 2:]], axis=1))
+        return CopyTable(np.concatenate(parts))
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -215,6 +226,45 @@ class CopyTable:
             out[:, 0] += step * rows[of_row, 3 + 3 * axis]
             out[:, 1] += step * rows[of_row, 4 + 3 * axis]
         return CopyTable(out)
+
+    def source_runs(self) -> tuple[IdArray, IdArray]:
+        """The ids that the copies read, as strided runs without unrolling rows.
+
+        Returns
+        -------
+        tuple
+            Runs (start, length, stride, count), int64 of shape ``(m, 4)``, and the row that each belongs to. Runs of
+            copies that read an id twice overlap. ``m`` is the number of rows where ids form at most two nested
+            progressions.
+        """
+        rows = np.arange(len(self))
+        extents, steps = self.extents.copy(), np.abs(self.source_strides)
+        start = self.bounds(of="source")[0]
+        extents[steps == 0] = 1
+        order = np.argsort(np.where(extents == 1, np.iinfo(np.int64).max, steps), axis=1, kind="stable")
+        length, stride, count = np.ones_like(start), np.zeros_like(start), np.ones_like(start)
+        outer = np.ones_like(extents)
+        for place in range(self.axes):
+            axis = order[:, place]
+            extent, step = extents[rows, axis], steps[rows, axis]
+            many = extent > 1
+            joins = many & (count == 1) & (step == length)
+            opens = many & ~joins & (count == 1) & (step > length)
+            goes_on = many & ~joins & ~opens & (step == stride * count)
+            length[joins] *= extent[joins]
+            stride[opens], count[opens] = step[opens], extent[opens]
+            count[goes_on] *= extent[goes_on]
+            rest = many & ~joins & ~opens & ~goes_on
+            outer[rows[rest], axis[rest]] = extent[rest]
+        repeats = np.prod(outer, axis=1, dtype=np.int64)
+        of_row = np.repeat(rows, repeats)
+        local = np.arange(len(of_row), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        begin = start[of_row]
+        for axis in range(self.axes):
+            local, step = np.divmod(local, outer[of_row, axis])
+            begin += step * steps[of_row, axis]
+        runs = np.stack([begin, length[of_row], np.maximum(stride, length)[of_row], count[of_row]], axis=1)
+        return runs, of_row
 
     def write_ids(self, out: IdArray) -> None:
         """Write every copy's ids into a flat int64 array of the parameter's size: the definition, in bulk."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from layout_algebra.canonical import lift
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import MapError
-from layout_algebra.map_bytes import decode_map, encode_map
+from layout_algebra.map_bytes import MapRow, decode_map, encode_map
 from layout_algebra.recover import rectangles_of_ids
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable, SliceCopy
@@ -226,8 +226,35 @@ class SourceMap:
         return StripTable.of([entry.copies for entry in self._parameters.values()])
 
     @cached_property
+    def runs_by_parameter(self) -> tuple[IdArray, IdArray]:
+        """Ids that some element copies as runs (start, length, stride, count), and the parameter of each run.
+
+        Runs overlap where copies read an id twice; parameters are numbered as in ``parameters``.
+        """
+        tables = [entry.copies for entry in self._parameters.values()]
+        owner = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        runs, row = CopyTable.concatenate(tables).source_runs()
+        return runs, owner[row]
+
+    @property
+    def held_runs(self) -> IdArray:
+        """The runs of ``runs_by_parameter``."""
+        return self.runs_by_parameter[0]
+
+    @cached_property
+    def needed_runs(self) -> IdArray:
+        """``held_runs``, and the tensors that opaque parameters depend on."""
+        ranges = [self._space.id_range(name) for name in self.staged_tensors()]
+        staged = [[start, stop - start, stop - start, 1] for start, stop in ranges if stop > start]
+        return np.concatenate([self.held_runs, np.array(staged, dtype=np.int64).reshape(-1, 4)])
+
+    @cached_property
     def _held(self) -> RunTable:
-        return self.strips.held()
+        return RunTable.from_runs(self.held_runs)
+
+    @cached_property
+    def _needed(self) -> RunTable:
+        return RunTable.from_runs(self.needed_runs)
 
     def held(self) -> RunTable:
         """Ids that some element copies."""
@@ -235,8 +262,7 @@ class SourceMap:
 
     def needed(self) -> RunTable:
         """Ids that are copied, or belong to a tensor that an opaque parameter depends on."""
-        ranges = [self._space.id_range(name) for name in self.staged_tensors()]
-        return self._held.union(RunTable.from_intervals(ranges)) if ranges else self._held
+        return self._needed
 
     def staged_tensors(self) -> tuple[str, ...]:
         """Checkpoint tensors that opaque parameters depend on, in natural order."""
@@ -245,7 +271,8 @@ class SourceMap:
 
     def to_bytes(self) -> bytes:
         """Serialize, checkpoint included; ``from_bytes`` gives an equal map."""
-        return encode_map(self._space, [(n, *_fields(e)) for n, e in self._parameters.items()])
+        rows = [MapRow(n, e.shape, e.dtype, e.copies, e.opaque, e.depends_on) for n, e in self._parameters.items()]
+        return encode_map(self._space, rows)
 
     @staticmethod
     def from_bytes(data: bytes) -> SourceMap:
@@ -254,15 +281,13 @@ class SourceMap:
         Raises
         ------
         MapBytesError
-            If the bytes are truncated, altered, of another version, or contradict themselves.
+            If the bytes are truncated, altered, of another version, or contradict themselves: also if two claims meet
+            in one element.
         """
         space, rows = decode_map(data)
         return SourceMap(
             space,
-            {
-                name: ParameterMap(shape, dtype, CopyTable(copies), RunTable.from_runs(opaque), depends)
-                for name, shape, dtype, copies, opaque, depends in rows
-            },
+            {row.name: ParameterMap(row.shape, row.dtype, row.copies, row.opaque, row.depends_on) for row in rows},
         )
 
     def digest(self) -> str:

@@ -46,8 +46,21 @@ def test_tables_mean_their_copies(listed: list[tuple[list[tuple[int, int, int]],
         assert sorted(pair for copy in rows for pair in pairs(copy)) == sorted(wanted)
     for copy, low, high in zip(copies, *table.bounds(of="target"), strict=True):
         assert (low, high) == (min(t for t, _ in pairs(copy)), max(t for t, _ in pairs(copy)))
+    runs = [(b, n, s, c) for b, n, s, c in table.source_runs()[0].tolist()]
+    read = {b + step * s + inside for b, n, s, c in runs for step in range(c) for inside in range(n)}
+    assert read == {s for _, s in wanted}
+    assert CopyTable.concatenate([CopyTable.of([copy]) for copy in copies]).slice_copies() == table.slice_copies()
     for copy in copies:
         assert copy.target.indices().reshape(-1).tolist() == [t for t, _ in pairs(copy)]
+
+
+def test_source_runs_do_not_unroll_rows() -> None:
+    columns = copy_of([(12, 8, 48), (4, 2, 6), (2, 1, 1)], 0, 3)
+    assert CopyTable.of([columns]).source_runs()[0].shape == (12, 4)
+    transposed = copy_of([(4096, 1, 6144), (6144, 4096, 1)], 0, 1)
+    assert CopyTable.of([transposed]).source_runs()[0].tolist() == [[1, 4096 * 6144, 4096 * 6144, 1]]
+    shard = copy_of([(4096, 1, 6144), (768, 4096, 1)], 0, 1)
+    assert CopyTable.of([shard]).source_runs()[0].tolist() == [[1, 768, 6144, 4096]]
 
 
 def test_refusals() -> None:
