@@ -204,6 +204,10 @@ def _check_gather(program: Program, table: GatherTable, buffers: tuple[Buffer, .
         raise ProgramError(f"{program.worker}: a gather row converts elements of another width than its tensor has")
     sizes = np.array([each.elements for each in program.tensors], dtype=np.float64)[tensor]
     capacity = np.array(program.buffer_sizes, dtype=np.float64)[buffer]
+    written = rows[:, Column.LENGTH].astype(np.float64) * rows[:, Column.COUNT]
+    room = capacity / wire[code] if packing else sizes
+    if bool(np.any(written > room)):
+        raise ProgramError(f"{program.worker}: a gather row writes more elements than there is room for")
     low, high = _reach(rows, Column.INDEX, Column.INDEX_STRIDE, Column.INDEX_STEP)
     if bool(np.any(low < 0) or np.any(high >= sizes)):
         raise ProgramError(f"{program.worker}: a gather row leaves its tensor")

@@ -194,7 +194,7 @@ def _hold_everything(
             parts = dict(zip(trainers, np.split(padded, len(trainers)), strict=True))
         else:
             owners = [w for w in trainers if rng.integers(0, 2)] or [trainers[0]]
-            parts = {worker: ids.T if kind == 1 else ids for worker in owners}
+            parts = dict.fromkeys(owners, ids.T if kind == 1 else ids)
         for worker, part in parts.items():
             held[worker][spec.name] = part
             chosen[worker, spec.name] = str(rng.choice(WIDER.get(spec.dtype, [spec.dtype])))

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-
 from crossing import Crossing, make_memory, random_crossing
+
 from transfer_exec.executor import Executor
 from transfer_exec.in_process import run_in_process
 from transfer_exec.plan import Plan, Stage
-from transfer_exec.regions import Buffer
 from transfer_exec.report import TransferReport
 from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 

@@ -27,17 +27,8 @@ class ReferenceKernels:
 
     def copy_rows(self, rows: IdArray) -> None:
         """Copy every element of every row; see `Kernels.copy_rows`."""
-        for (
-            source,
-            stride,
-            step,
-            target,
-            target_stride,
-            target_step,
-            length,
-            count,
-            code,
-        ) in rows.tolist():
+        for row in rows.tolist():
+            source, stride, step, target, target_stride, target_step, length, count, code = row
             if code < len(COPY_WIDTHS):
                 from_dtype = to_dtype = _BITS[COPY_WIDTHS[code]]
             else:
@@ -56,7 +47,7 @@ def _window(address: int, shape: tuple[int, int], strides: tuple[int, int], widt
 
 
 def _gather(address: int, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    taken = np.ascontiguousarray(_window(address, shape, strides, dtype.itemsize))
+    taken = _window(address, shape, strides, dtype.itemsize).copy(order="C")
     return torch.from_numpy(taken).view(dtype).reshape(shape)
 
 

@@ -1,0 +1,191 @@
+"""Programs as values and as bytes: equal after a round trip, harmless from a stranger."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from crossing import random_crossing
+
+from transfer_exec.compiler import compile_program
+from transfer_exec.descriptors import DescriptorTable
+from transfer_exec.errors import ProgramError
+from transfer_exec.gather import Column, GatherTable
+from transfer_exec.plan import Plan, Stage
+from transfer_exec.program import Await, Pack, Program, Release, Write
+from transfer_exec.program_bytes import _MAGIC, check_program, encode_program, plain_program
+from transfer_exec.regions import Buffer
+
+
+def programs(seed: int) -> tuple[Plan, dict[str, Program]]:
+    rng = np.random.default_rng(seed)
+    crossing = random_crossing(rng)
+    plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([16, 1 << 20])))
+    return plan, {worker: compile_program(plan, worker, crossing.maps[worker]) for worker in plan.workers}
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_bytes_give_an_equal_program(seed: int) -> None:
+    plan, made = programs(seed)
+    for worker, program in made.items():
+        again = Program.from_bytes(program.to_bytes())
+        assert again.digest() == program.digest()
+        assert again.instructions == program.instructions
+        assert again.tensors == program.tensors
+        assert (again.worker, again.rounds, again.flags) == (worker, plan.rounds, program.flags)
+        assert again.buffer_sizes == program.buffer_sizes
+        assert np.array_equal(again.arriving, program.arriving)
+        for mine, theirs in zip(program.descriptors, again.descriptors, strict=True):
+            assert mine.buffer is theirs.buffer
+            assert np.array_equal(mine.rows, theirs.rows)
+            assert np.array_equal(mine.bounds, theirs.bounds)
+        for name in ("pack", "assemble"):
+            mine, theirs = getattr(program, name), getattr(again, name)
+            assert np.array_equal(mine.rows, theirs.rows)
+            assert np.array_equal(mine.bounds, theirs.bounds)
+
+
+def test_digests_differ_between_workers_and_plans() -> None:
+    digests = [program.digest() for seed in (1, 2) for program in programs(seed)[1].values()]
+    assert len(set(digests)) == len(digests)
+    assert [p.digest() for p in programs(1)[1].values()] == [p.digest() for p in programs(1)[1].values()]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bytes_sent_and_peers(seed: int) -> None:
+    plan, made = programs(seed)
+    for worker, program in made.items():
+        for stage in Stage:
+            assert program.bytes_sent(stage) == plan.bytes_sent(worker, stage)
+            assert program.arriving[stage.value].sum() == plan.bytes_received(worker, stage)
+        hops = [hop for route in plan.routes for hop in route.hops]
+        around = {hop.target for hop in hops if hop.source == worker} | {
+            hop.source for hop in hops if hop.target == worker
+        }
+        assert set(program.peers) == around
+
+
+def a_program() -> Program:
+    """One with rows in both tables and descriptors, whichever seed has it."""
+    for seed in range(30):
+        for program in programs(seed)[1].values():
+            if len(program.pack.rows) and program.descriptors:
+                return program
+    raise AssertionError("no seed gives a sender")
+
+
+def a_receiver() -> Program:
+    for seed in range(30):
+        for program in programs(seed)[1].values():
+            if len(program.assemble.rows):
+                return program
+    raise AssertionError("no seed gives a receiver")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:20],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: b"TLMAP\x00\x00\x01" + data[8:],
+        lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    ],
+    ids=["empty", "header only", "truncated", "longer", "another kind", "one bit"],
+)
+def test_damaged_bytes_are_refused(damage: object) -> None:
+    assert callable(damage)
+    with pytest.raises(ProgramError):
+        Program.from_bytes(damage(a_program().to_bytes()))
+
+
+def signed(plain: bytes) -> bytes:
+    """Bytes with a right digest around any content."""
+    body = zlib.compress(plain)
+    return _MAGIC + hashlib.blake2b(body, digest_size=16).digest() + body
+
+
+def test_signed_nonsense_is_refused() -> None:
+    for plain in (b"", b"\x00", msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode([1, 2, 3])):
+        with pytest.raises(ProgramError):
+            Program.from_bytes(signed(plain))
+    fields = msgspec.msgpack.decode(plain_program(a_program()))
+    for position in range(len(fields)):
+        for value in (None, -1, "x", [[]], b"123"):
+            changed = [*fields[:position], value, *fields[position + 1 :]]
+            if value == fields[position] or (isinstance(fields[position], str) and isinstance(value, str)):
+                continue
+            with pytest.raises(ProgramError):
+                Program.from_bytes(signed(msgspec.msgpack.encode(changed)))
+
+
+def with_row(table: GatherTable, column: Column, value: int) -> GatherTable:
+    rows = table.rows.copy()
+    rows[0, column] = value
+    return GatherTable(rows, table.bounds)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (Column.TENSOR, 99),
+        (Column.TENSOR, -1),
+        (Column.BUFFER, 0),
+        (Column.BUFFER, 7),
+        (Column.CODE, 16),
+        (Column.CODE, -1),
+        (Column.LENGTH, 0),
+        (Column.LENGTH, 1 << 40),
+        (Column.COUNT, 1 << 40),
+        (Column.COUNT, -5),
+        (Column.INDEX, -1),
+        (Column.INDEX, 1 << 30),
+        (Column.INDEX, (1 << 63) - 1),
+        (Column.OFFSET, 1 << 30),
+        (Column.OFFSET, -8),
+        (Column.OFFSET, -(1 << 63)),
+    ],
+)
+def test_rows_that_leave_their_memory_are_refused(column: Column, value: int) -> None:
+    program = a_receiver()
+    bad = replace(program, assemble=with_row(program.assemble, column, value))
+    with pytest.raises(ProgramError, match=program.worker):
+        check_program(bad)
+    with pytest.raises(ProgramError):
+        Program.from_bytes(encode_program(bad))
+
+
+def test_other_tables_that_leave_their_memory_are_refused() -> None:
+    program = a_program()
+    table = program.descriptors[0]
+    rows = table.rows.copy()
+    rows[0, 2] = 1 << 60
+    cases = [
+        replace(program, descriptors=(DescriptorTable(table.buffer, rows, table.bounds), *program.descriptors[1:])),
+        replace(program, descriptors=(DescriptorTable(table.buffer, table.rows, table.bounds[:-1]),)),
+        replace(program, pack=GatherTable(program.pack.rows, program.pack.bounds + 1)),
+        replace(program, instructions=(*program.instructions, Await(Stage.RECEIVE, ("x",), (99,)))),
+        replace(program, instructions=(*program.instructions, Await(Stage.RECEIVE, ("x",), ()))),
+        replace(program, instructions=(*program.instructions, Write(Stage.RECEIVE, "x", 0, 0, (99,)))),
+        replace(program, instructions=(*program.instructions, Write(Stage.RECEIVE, "x", 0, 99, (0,)))),
+        replace(program, instructions=(*program.instructions, Release(("x",), (-1,)))),
+        replace(program, rounds=0),
+        replace(program, arriving=program.arriving[:2]),
+    ]
+    for bad in cases:
+        with pytest.raises(ProgramError):
+            check_program(bad)
+    check_program(program)
+
+
+def test_properties() -> None:
+    program = a_program()
+    assert isinstance(program.instructions[0], Pack)
+    assert program.release is None or isinstance(program.release, Release)
+    assert program.buffer_bytes(Buffer.PACK) == program.buffer_sizes[0] > 0
+    assert program.table_bytes >= program.pack.rows.nbytes
