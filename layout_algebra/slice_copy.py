@@ -261,8 +261,9 @@ class CopyTable:
         local = np.arange(len(of_row), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         begin = start[of_row]
         for axis in range(self.axes):
-            local, step = np.divmod(local, outer[of_row, axis])
-            begin += step * steps[of_row, axis]
+            turns: IdArray = outer[of_row, axis]
+            begin += local % turns * steps[of_row, axis]
+            local = local // turns
         runs = np.stack([begin, length[of_row], np.maximum(stride, length)[of_row], count[of_row]], axis=1)
         return runs, of_row
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from layout_algebra.errors import LayoutError, MapBytesError, MapError
+from layout_algebra.errors import MapBytesError, MapError
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable, SliceCopy, Strided
 from layout_algebra.source_map import ParameterMap, SourceMap
