@@ -1,6 +1,7 @@
 """Loops of the probe: periodic memory, keeping and clearing parameters, and comparing them with what a map predicts.
 
 Every kernel takes and returns arrays and numbers only; arrays of bits are unsigned integers as wide as the element.
+Inner loops run over slices from index zero, which is what LLVM turns into vector instructions.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ _BLOCK = 2048
 def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBase]) -> None:
     """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache."""
     for start in range(0, len(live), _BLOCK):
-        stop = min(start + _BLOCK, len(live))
-        for index in range(start, stop):
-            kept[index] = live[index]
-        for index in range(start, stop):
-            live[index] = value
+        source = live[start : start + _BLOCK]
+        target = kept[start : start + _BLOCK]
+        for index in range(len(source)):
+            target[index] = source[index]
+        for index in range(len(source)):
+            source[index] = value
 
 
 @kernel
@@ -34,10 +36,21 @@ def fill_periodic(out: Bits, table: Bits, phase: int) -> None:
     at = phase % period
     while done < len(out):
         run = min(period - at, len(out) - done)
-        for index in range(run):
-            out[done + index] = table[at + index]
+        target = out[done : done + run]
+        source = table[at : at + run]
+        for index in range(len(source)):
+            target[index] = source[index]
         done += run
         at = 0
+
+
+@kernel
+def _differ(left: Bits, right: Bits) -> bool:
+    """Whether two arrays of one length differ anywhere, without a branch an element."""
+    wrong = left[:1] ^ left[:1]
+    for index in range(len(left)):
+        wrong[0] |= left[index] ^ right[index]
+    return bool(wrong[0] != 0)
 
 
 @kernel
@@ -48,10 +61,7 @@ def first_difference(data: Bits, table: Bits, phase: int) -> int:
     at = phase % period
     while done < len(data):
         run = min(period - at, len(data) - done, _BLOCK)
-        wrong = data[0] ^ data[0]
-        for index in range(run):
-            wrong |= data[done + index] ^ table[at + index]
-        if wrong != 0:
+        if _differ(data[done : done + run], table[at : at + run]):
             for index in range(run):
                 if data[done + index] != table[at + index]:
                     return done + index
@@ -146,10 +156,7 @@ def _inner_agrees(
             done = 0
             while done < run:
                 part = min(period - at, run - done, _BLOCK)
-                wrong = live[target] ^ live[target]
-                for index in range(part):
-                    wrong |= live[target + done + index] ^ table[at + index]
-                if wrong != 0:
+                if _differ(live[target + done : target + done + part], table[at : at + part]):
                     return False
                 done += part
                 at += part
