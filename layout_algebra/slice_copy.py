@@ -260,10 +260,10 @@ class CopyTable:
         of_row = np.repeat(rows, repeats)
         local = np.arange(len(of_row), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         begin = start[of_row]
-        for axis in range(self.axes):
-            turns: IdArray = outer[of_row, axis]
-            begin += local % turns * steps[of_row, axis]
-            local = local // turns
+        for place in range(self.axes):
+            turns = outer[of_row, place]
+            begin += local % turns * steps[of_row, place]
+            local //= turns
         runs = np.stack([begin, length[of_row], np.maximum(stride, length)[of_row], count[of_row]], axis=1)
         return runs, of_row
 
