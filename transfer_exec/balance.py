@@ -33,20 +33,25 @@ _DETOUR = 1e-3
 """Weight of needless entries beside the times of links."""
 
 
-def balance(demands: Sequence[Demand], links: Links) -> Balance:
+def balance(demands: Sequence[Demand], links: Links, *, bound_s: float) -> Balance:
     """Divide every demand class over holders, first receivers and entry workers.
+
+    Parameters
+    ----------
+    bound_s
+        A lower bound of the result, which sets the program's scale; may be zero.
 
     Cost: the program has about ``2 * classes * rollout workers`` columns. If the solver fails, the division of
     ``spread_demands`` stands, which fills links evenly, class by class, and is near the optimum where layouts are
     regular.
     """
-    poured = spread_demands(demands, links)
-    if poured.optimum_s == 0:
-        return poured
-    program = _Program(demands, links, poured.optimum_s)
+    unit_s = bound_s or spread_demands(demands, links).optimum_s
+    if not unit_s:
+        return spread_demands(demands, links)
+    program = _Program(demands, links, unit_s)
     solved = program.solve()
     if solved is None:
-        return poured
+        return spread_demands(demands, links)
     values, optimum_s = solved
     return Balance(tuple(program.shares(values)), optimum_s, "linear program")
 

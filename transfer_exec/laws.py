@@ -15,7 +15,7 @@ import numpy as np
 
 from layout_algebra.correspondence import Correspondence, DemandClass
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import RunTable, overlaps
+from layout_algebra.runs import RunTable
 from transfer_exec.errors import PlanError
 
 if TYPE_CHECKING:
@@ -198,12 +198,7 @@ def _check_twins(plan: Plan, same: Sequence[int], node_of: dict[str, int]) -> No
 
 def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | None:
     """Two tables that share ids, and an interval they share; None if there are none."""
-    if not tables:
-        return None
-    spans = np.concatenate([table.intervals for table in tables])
-    owner = np.repeat(np.arange(len(tables)), [len(table.intervals) for table in tables])
-    order = np.argsort(spans[:, 0], kind="stable")
-    spans, owner = spans[order], owner[order]
+    spans, owner = _sorted_spans(tables)
     bad = np.flatnonzero(spans[1:, 0] < spans[:-1, 1])
     if not len(bad):
         return None
@@ -215,24 +210,25 @@ def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | No
 def _classes_of_routes(plan: Plan, correspondence: Correspondence) -> tuple[list[int], list[int]]:
     """Class and size of every route; a route must lie within one class."""
     sizes = [route.runs.elements for route in plan.routes]
+    if not plan.routes:
+        return [], []
     spans, owner = _sorted_spans([group.runs for group in correspondence.classes])
-    pieces = [route.runs.intervals for route in plan.routes]
-    flat = np.concatenate(pieces) if pieces else np.empty((0, 2), dtype=np.int64)
-    route_of = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-    mine, theirs = overlaps(flat, spans)
-    class_of = np.full(len(pieces), -1, dtype=np.int64)
-    class_of[route_of[mine]] = owner[theirs]
-    inside = np.minimum(flat[mine, 1], spans[theirs, 1]) - np.maximum(flat[mine, 0], spans[theirs, 0])
-    same = owner[theirs] == class_of[route_of[mine]]
-    covered = np.bincount(route_of[mine][same], weights=inside[same].astype(np.float64), minlength=len(pieces))
-    for index, size in enumerate(sizes):
-        if int(covered[index]) != size:
-            start, stop = pieces[index][0].tolist()
-            where = correspondence.space.describe_ids(start, stop)
-            raise PlanError(
-                f"route {index} from {where} on: {size} elements, {int(covered[index])} of one demand class"
-            )
-    return class_of.tolist(), sizes
+    counts = [len(route.runs.intervals) for route in plan.routes]
+    flat = np.concatenate([route.runs.intervals for route in plan.routes])
+    begins = np.cumsum(counts) - counts
+    # A class's intervals are maximal, so an interval of a route lies in one of them or the route is unlawful.
+    position = np.searchsorted(spans[:, 0], flat[:, 0], side="right") - 1
+    lost = position < 0
+    if len(spans):
+        lost |= flat[:, 1] > spans[position, 1]
+        lost |= owner[position] != np.repeat(owner[position[begins]], counts)
+    if lost.any():
+        at = int(np.argmax(lost))
+        index = int(np.searchsorted(begins, at, side="right")) - 1
+        start, stop = flat[at].tolist()
+        raise PlanError(f"route {index}: ids {start}:{stop} do not lie in one demand class with the route's others")
+    classes: list[int] = owner[position[begins]].tolist()
+    return classes, sizes
 
 
 def _sorted_spans(tables: Sequence[RunTable]) -> tuple[IdArray, IdArray]:

@@ -66,9 +66,9 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
     """
     links = Links.of(topology, correspondence.holders, correspondence.needers)
     demands = place_demand(correspondence, links)
-    division = balance(demands, links)
-    routes = make_routes(correspondence, demands, division.shares, links)
     bound = lower_bound(demands, links)
+    division = balance(demands, links, bound_s=bound.seconds)
+    routes = make_routes(correspondence, demands, division.shares, links)
     plan = Plan(
         space_digest=correspondence.space.digest(),
         holders=correspondence.holders,

@@ -1,0 +1,273 @@
+"""Plan: parts and moves, totals, bytes that are safe to read, and every law it refuses to break."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layout_algebra.correspondence import correspond
+from layout_algebra.runs import RunTable
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec.errors import PlanBytesError, PlanError
+from transfer_exec.laws import check_demand
+from transfer_exec.plan import Hop, Plan, Route, Stage
+from transfer_exec.schedule import Schedule
+
+RECEIVE, EXTERNAL, INTERNAL = Stage.RECEIVE, Stage.EXTERNAL, Stage.INTERNAL
+HOLDERS = ("t0", "t1")
+NEEDERS = ("a0", "a1", "b0", "b1")
+NODES = (0, 1, 2, 2, 3, 3)
+FULL = (
+    Hop(RECEIVE, "t0", "a0"),
+    Hop(EXTERNAL, "a0", "b1"),
+    Hop(INTERNAL, "a0", "a1"),
+    Hop(INTERNAL, "b1", "b0"),
+)
+
+
+def route(ids: range, *hops: Hop, holder: str = "t0", item_bytes: int = 2) -> Route:
+    return Route(RunTable.from_ids(list(ids)), item_bytes, holder, hops)
+
+
+def plan_of(*routes: Route, rounds: int = 1, nodes: tuple[int, ...] = NODES) -> Plan:
+    return Plan("s", HOLDERS, NEEDERS, nodes, routes, rounds, 64, 1.0, "link", 1.0, 1.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 50))
+def test_parts_tile_every_route_and_rounds_are_even(sizes: list[int], rounds: int) -> None:
+    starts = np.cumsum([0, *sizes])
+    routes = [route(range(1 + first, 1 + last), *FULL) for first, last in zip(starts, starts[1:], strict=False)]
+    plan = plan_of(*routes, rounds=rounds)
+    totals = np.zeros(rounds, dtype=int)
+    for index, one in enumerate(routes):
+        parts = [plan.part(index, number) for number in range(rounds)]
+        assert [len(p.ids()) for p in parts] == [plan.part_elements(index, number) for number in range(rounds)]
+        assert np.array_equal(np.concatenate([p.ids() for p in parts]), one.runs.ids()), "in order, nothing twice"
+        counts = [p.elements for p in parts]
+        assert max(counts) - min(counts) <= 1
+        totals += counts
+    assert totals.max() - totals.min() <= 1, "over all routes, rounds differ by an element at most"
+    schedule = Schedule.of(np.array(sizes), rounds)
+    assert np.array_equal(schedule.elements(0, rounds).sum(axis=0), totals)
+
+
+def test_moves_come_in_order_and_merge_routes_of_one_way() -> None:
+    plan = plan_of(route(range(1, 5), *FULL), route(range(5, 7), *FULL), route(range(7, 9), *FULL, item_bytes=4))
+    seen = [(m.stage, m.source, m.target, m.item_bytes, m.runs.ids().tolist(), m.bytes) for m in plan.moves()]
+    assert seen[:2] == [
+        (RECEIVE, "t0", "a0", 2, [1, 2, 3, 4, 5, 6], 12),
+        (RECEIVE, "t0", "a0", 4, [7, 8], 8),
+    ]
+    assert [row[:3] for row in seen[2::2]] == [tuple(hop) for hop in FULL[1:]]
+    assert plan.bytes_sent("t0") == plan.bytes_received("a0") == 20
+    assert plan.bytes_sent("a0") == 40
+    assert plan.bytes_sent("a0", EXTERNAL) == plan.bytes_received("b1", EXTERNAL) == 20
+    assert plan.bytes_received("t1") == plan.bytes_sent("t1", RECEIVE) == 0
+    with pytest.raises(KeyError, match="nobody is not a worker of this plan; it has t0, t1, a0"):
+        plan.bytes_sent("nobody")
+
+
+def test_a_plan_without_routes() -> None:
+    plan = plan_of(rounds=3)
+    assert list(plan.moves()) == []
+    assert Plan.from_bytes(plan.to_bytes()).digest() == plan.digest()
+
+
+COLOCATED = (0, 1, 1, 1, 3, 3)
+"""t1 sits in the node of a0 and a1."""
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([route(range(0), *FULL)], "0 elements"),
+        ([route(range(1, 3), *FULL, item_bytes=0)], "of 0 bytes"),
+        ([route(range(1, 3))], "ids 1:3 and on, packed by t0.: it goes nowhere"),
+        ([route(range(1, 3), *FULL, holder="a0")], "its holder is not among the plan's holders"),
+        ([route(range(1, 3), Hop(RECEIVE, "t0", "x"))], "x names a worker that is not in the plan"),
+        ([route(range(1, 3), Hop(RECEIVE, "t0", "t1"))], "t1 gets what it has already"),
+        ([route(range(1, 3), Hop(RECEIVE, "t1", "a0"))], "t1 sends to a0 what it has not got yet"),
+        ([route(range(1, 3), FULL[0], Hop(RECEIVE, "t0", "b0"))], "RECEIVE comes from the holder and goes to one"),
+        ([route(range(1, 3), FULL[0], Hop(RECEIVE, "a0", "b0"))], "RECEIVE comes from the holder and goes to one"),
+        ([route(range(1, 3), Hop(EXTERNAL, "t0", "a0"))], "EXTERNAL hop from t0; expected the first receiver none"),
+        ([route(range(1, 3), FULL[0], Hop(EXTERNAL, "t0", "b0"))], "EXTERNAL hop from t0; expected the first receiver a0"),
+        ([route(range(1, 3), FULL[0], Hop(EXTERNAL, "a0", "a1"))], "EXTERNAL hop to a1 crosses the network into|gets over"),
+        ([route(range(1, 3), *FULL[:2], Hop(EXTERNAL, "a0", "b0"))], "b0 gets over the network what b1 of its node got"),
+        ([route(range(1, 3), *FULL[:3], Hop(EXTERNAL, "a0", "b0"))], "after a later stage; expected hops in stage order"),
+        ([route(range(1, 3), FULL[0], Hop(INTERNAL, "a0", "b0"))], "INTERNAL hop a0 -> b0 leaves node 2"),
+        ([route(range(1, 3), *FULL, Hop(INTERNAL, "a0", "b0"))], "b0 gets what it has already"),
+        ([route(range(1, 3), *FULL[:2], Hop(INTERNAL, "a1", "a0"))], "a0 gets what it has already"),
+        ([route(range(1, 3), *FULL), route(range(2, 5), *FULL)], "routes 0 and 1 both carry ids 2:3"),
+        ([route(range(4, 6), *FULL), route(range(1, 3), *FULL)], "route 1 begins with id 1, before the route in front"),
+        ([route(range(1, 3), *FULL), route(range(1, 3), *FULL)], "same ids and the same holder"),
+        ([route(range(1, 3), FULL[0]), route(range(1, 3), Hop(RECEIVE, "t1", "a0"), holder="t1")], "reach a worker twice"),
+        (
+            [route(range(1, 3), FULL[0]), route(range(1, 3), Hop(RECEIVE, "t1", "b0"), holder="t1")],
+            "trainers send them over the network twice",
+        ),
+    ],
+)
+def test_laws_of_structure(routes: list[Route], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(*routes)
+
+
+def test_a_rollout_passes_on_inside_its_node_only_what_came_from_outside() -> None:
+    nodes = (0, 1, 2, 2, 2, 2)
+    hops = (FULL[0], Hop(INTERNAL, "a0", "a1"), Hop(INTERNAL, "a1", "b0"))
+    with pytest.raises(PlanError, match="a1 passes on what it got inside its node"):
+        plan_of(route(range(1, 3), *hops), nodes=nodes)
+
+
+def test_a_node_that_holds_ids_does_not_get_them_by_network() -> None:
+    with pytest.raises(PlanError, match="crosses the network into the holder's node"):
+        plan_of(route(range(1, 3), Hop(RECEIVE, "t1", "a0"), holder="t1"), nodes=COLOCATED)
+    twins = [route(range(1, 3), FULL[0]), route(range(1, 3), Hop(INTERNAL, "t1", "a1"), holder="t1")]
+    with pytest.raises(PlanError, match="node 1 holds their ids and gets them by network"):
+        plan_of(*twins, nodes=COLOCATED)
+    twins[0] = route(range(1, 3), Hop(RECEIVE, "t0", "b0"))
+    plan_of(*twins, nodes=COLOCATED)
+    with pytest.raises(PlanError, match="the same ids and different widths"):
+        plan_of(twins[0], route(range(1, 3), Hop(INTERNAL, "t1", "a1"), holder="t1", item_bytes=4), nodes=COLOCATED)
+
+
+def test_fields_that_contradict() -> None:
+    good = plan_of(route(range(1, 3), *FULL))
+    with pytest.raises(PlanError, match="named twice"):
+        replace(good, holders=("t0", "a0"))
+    with pytest.raises(PlanError, match="2 node numbers for 6 workers"):
+        replace(good, nodes=(0, 1))
+    with pytest.raises(PlanError, match="0 rounds"):
+        replace(good, rounds=0)
+    with pytest.raises(PlanError, match="buffer of 0 bytes"):
+        replace(good, buffer_bytes=0)
+
+
+SPACE = CheckpointSpace([TensorSpec("w", (6,), "BF16")])
+
+
+def demand(nodes_need: dict[str, range], held: dict[str, range] | None = None):  # type: ignore[no-untyped-def]
+    def maps(side: dict[str, range]) -> dict[str, SourceMap]:
+        return {
+            w: SourceMap.from_ids(SPACE, {"p": np.array(list(ids), dtype=np.int64)}, {"p": "BF16"})
+            for w, ids in side.items()
+        }
+
+    nobody = dict.fromkeys(NEEDERS, range(0))
+    return correspond(maps(held or dict.fromkeys(HOLDERS, range(1, 7))), maps({**nobody, **nodes_need}))
+
+
+EVERYBODY = dict.fromkeys(NEEDERS, range(1, 7))
+
+
+@pytest.mark.parametrize(
+    ("routes", "need", "held", "message"),
+    [
+        ([route(range(1, 5), *FULL)], EVERYBODY, None, r"class 0, w\[0:6\]: a0 gets 4 of 6 elements"),
+        ([route(range(1, 7), *FULL)], {"a0": range(1, 7), "b0": range(1, 7)}, None, "a1 gets it from a0 and does not need"),
+        ([route(range(1, 7), *FULL[:2], FULL[3])], {"a0": range(1, 7)}, None, "node 3 gets it through b1 and nobody"),
+        ([route(range(1, 7), *FULL)], EVERYBODY, {"t0": range(1, 4), "t1": range(1, 7)}, "route 0: ids 1:7 do not lie in"),
+        (
+            [route(range(1, 4), *FULL), route(range(4, 7), *FULL)],
+            EVERYBODY,
+            {"t0": range(1, 4), "t1": range(1, 7)},
+            r"class 1, w\[3:6\]: t0 packs it and does not hold it; holders t1",
+        ),
+        ([route(range(1, 7), *FULL, item_bytes=4)], EVERYBODY, None, "elements of 4 bytes, not 2"),
+        ([route(range(1, 8), *FULL)], EVERYBODY, None, "route 0: ids 1:8 do not lie in one demand class"),
+        ([], EVERYBODY, None, "a0 gets 0 of 6 elements"),
+    ],
+)
+def test_laws_of_demand(routes: list[Route], need: dict[str, range], held: dict[str, range] | None, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_demand(plan_of(*routes), demand(need, held))
+
+
+def test_the_demand_knows_other_holders_in_a_node() -> None:
+    """The route alone is lawful; that t1 beside a0 holds the ids too is known from the demand only."""
+    plan = plan_of(route(range(1, 7), *FULL), nodes=COLOCATED)
+    with pytest.raises(PlanError, match="node 1 holds it and still gets it over the network at a0"):
+        check_demand(plan, demand(EVERYBODY))
+
+
+def test_bytes_round_trip_and_digest() -> None:
+    plan = plan_of(route(range(1, 30, 3), *FULL), route(range(100, 120), FULL[0], FULL[2]), rounds=4)
+    again = Plan.from_bytes(plan.to_bytes())
+    assert again.to_bytes() == plan.to_bytes()
+    assert again.digest() == plan.digest()
+    assert [(r.item_bytes, r.holder, r.hops) for r in again.routes] == [
+        (r.item_bytes, r.holder, r.hops) for r in plan.routes
+    ]
+    assert all(a.runs.same_as(b.runs) for a, b in zip(again.routes, plan.routes, strict=True))
+    for change in ({"rounds": 5}, {"load_s": 2.0}, {"space_digest": "other"}, {"buffer_bytes": 65}):
+        assert replace(plan, **change).digest() != plan.digest()  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_no_plan() -> None:
+    data = plan_of(route(range(1, 30, 3), *FULL)).to_bytes()
+    for bad in (b"", data[:20], data[:-1], b"x" + data[1:], data + b"x", data[:30] + b"\0" + data[31:]):
+        with pytest.raises(PlanBytesError):
+            Plan.from_bytes(bad)
+
+
+def forged(**changes: object) -> bytes:
+    """A plan's bytes with altered fields and a right checksum."""
+    from transfer_exec.plan_bytes import _plain, _Plan
+
+    fields = msgspec.msgpack.decode(_plain(plan_of(route(range(1, 30, 3), *FULL))), type=_Plan)
+    values = {name: changes.get(name, getattr(fields, name)) for name in _Plan.__struct_fields__}
+    body = zlib.compress(msgspec.msgpack.encode(_Plan(**values)))  # type: ignore[arg-type]
+    return b"TLPLAN\x00\x01" + hashlib.blake2b(body, digest_size=16).digest() + body
+
+
+def zigzag(rows: list[list[int]]) -> bytes:
+    array = np.array(rows, dtype=np.int64)
+    deltas = np.diff(array, axis=0, prepend=np.zeros((1, array.shape[1]), dtype=np.int64))
+    return ((deltas << 1) ^ (deltas >> 63)).T.astype("<i8").tobytes()
+
+
+HOP_ROWS = [[0, 0, 2], [1, 2, 5], [2, 2, 3], [2, 5, 4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": zigzag([[1, 1, 3, 1 << 40]])}, "runs reach past|stretches"),
+        ({"runs": zigzag([[1, 1, 1, 1 << 35]])}, "stretches"),
+        ({"runs": zigzag([[1, 1 << 62, 3, 1]])}, "outside 1.."),
+        ({"runs": zigzag([[-1, 1, 3, 2]])}, "outside 1.."),
+        ({"runs": zigzag([[1, 1, 1, 5]])}, "not in normal form"),
+        ({"runs": b"123"}, "3 bytes does not have 4 columns"),
+        ({"routes": zigzag([[2, 2, 0, 4]])}, "do not add up"),
+        ({"routes": zigzag([[-1, 2, 0, 4]])}, "that are not there"),
+        ({"routes": zigzag([[1, 2, 6, 4]])}, "number is outside 0:6"),
+        ({"hops": zigzag([[3, 0, 2], *HOP_ROWS[1:]])}, "a hop has no stage"),
+        ({"hops": zigzag([[0, 0, -2], *HOP_ROWS[1:]])}, "number is outside 0:6"),
+        ({"hops": zigzag([[0, 1, 2], *HOP_ROWS[1:]])}, "breaks a law.*t1 sends to a0"),
+        ({"rounds": "three"}, "does not decode"),
+        ({"nodes": (0,)}, "breaks a law"),
+    ],
+)
+def test_forged_bytes_are_refused(changes: dict[str, object], message: str) -> None:
+    assert len(Plan.from_bytes(forged()).routes) == 1
+    with pytest.raises(PlanBytesError, match=message):
+        Plan.from_bytes(forged(**changes))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_any_damage_is_noticed(data: st.DataObject) -> None:
+    good = bytearray(plan_of(route(range(1, 30, 3), *FULL)).to_bytes())
+    at = data.draw(st.integers(0, len(good) - 1))
+    good[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(PlanBytesError):
+        Plan.from_bytes(bytes(good))

@@ -1,0 +1,77 @@
+"""count_rounds: the fewest rounds that fit, exactly counted; budgets that hold no element."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layout_algebra.runs import RunTable
+from transfer_exec.errors import BudgetError
+from transfer_exec.plan import Hop, Plan, Route, Stage
+from transfer_exec.rounds import count_rounds
+
+WORKERS = ("a0", "a1", "b0", "b1")
+WAYS = [
+    (Hop(Stage.RECEIVE, "t0", "a0"), Hop(Stage.INTERNAL, "a0", "a1")),
+    (Hop(Stage.RECEIVE, "t0", "a1"), Hop(Stage.EXTERNAL, "a1", "b0"), Hop(Stage.INTERNAL, "b0", "b1")),
+    (Hop(Stage.RECEIVE, "t0", "b1"), Hop(Stage.EXTERNAL, "b1", "a0")),
+]
+
+
+def routes_of(rows: list[tuple[int, int, int]]) -> tuple[Route, ...]:
+    out, start = [], 1
+    for elements, item_bytes, way in rows:
+        out.append(Route(RunTable.from_intervals([[start, start + elements]]), item_bytes, "t0", WAYS[way]))
+        start += elements
+    return tuple(out)
+
+
+def fits(routes: tuple[Route, ...], rounds: int, buffer_bytes: int) -> bool:
+    """Counted part by part."""
+    plan = Plan("s", ("t0",), WORKERS, (0, 1, 1, 2, 2), routes, rounds, buffer_bytes, 1.0, "", 1.0, 1.0)
+    for number in range(rounds):
+        uses: Counter[tuple[str, Stage | None]] = Counter()
+        for index, route in enumerate(routes):
+            size = plan.part_elements(index, number) * route.item_bytes
+            uses["t0", None] += size
+            for hop in route.hops:
+                uses[hop.target, hop.stage] += size
+        if max(uses.values()) > buffer_bytes:
+            return False
+    return True
+
+
+rows = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows, st.integers(8, 60))
+def test_the_smallest_number_that_fits(drawn: list[tuple[int, int, int]], buffer_bytes: int) -> None:
+    routes = routes_of(drawn)
+    rounds = count_rounds(routes, buffer_bytes)
+    assert fits(routes, rounds, buffer_bytes)
+    packed = sum(route.bytes for route in routes)
+    for fewer in range(max(1, packed // buffer_bytes), rounds):
+        assert not fits(routes, fewer, buffer_bytes)
+
+
+def test_many_short_routes_still_end() -> None:
+    routes = routes_of([(1, 8, number % 3) for number in range(400)])
+    rounds = count_rounds(routes, 8)
+    assert rounds == 400
+    assert fits(routes, rounds, 8)
+
+
+def test_a_buffer_for_everything_is_one_round() -> None:
+    assert count_rounds(routes_of([(100, 8, 0), (50, 4, 1)]), 1 << 20) == 1
+    assert count_rounds((), 1) == 1
+
+
+def test_a_buffer_below_one_element() -> None:
+    with pytest.raises(BudgetError, match=r"buffer_bytes is 7, and one element \(id 3, packed by t0\) has 8 bytes"):
+        count_rounds(routes_of([(2, 4, 0), (3, 8, 1)]), 7)
+    with pytest.raises(BudgetError, match="buffer_bytes is 0; expected at least 1"):
+        count_rounds((), 0)
