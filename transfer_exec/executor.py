@@ -30,7 +30,7 @@ from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.transport.base import Endpoint, Transport, check_process
-from transfer_exec.update import Steps, Update, Wait
+from transfer_exec.update import Steps, Update, Wait, first_number
 
 _SPINS = 50
 _SHORTEST_SLEEP_S = 20e-6
@@ -191,7 +191,7 @@ class Executor:
         check_process(self._pid, self._program.worker)
         if self._failure:
             raise ProgramError(f"{self._program.worker}: {self._failure}; make a new executor on a new transport")
-        if version <= self._newest or (version + 1) * (self._program.rounds + 1) >= _SEQUENCE_LIMIT:
+        if version <= self._newest or first_number(version + 1, self._program.rounds) >= _SEQUENCE_LIMIT:
             raise ProgramError(
                 f"{self._program.worker}: version {version} after version {self._newest}; expected a greater one, "
                 f"below 2**63 / {self._program.rounds + 1}"

@@ -1,9 +1,11 @@
 """One version's way through a worker's program, as a generator of waits.
 
 It runs as far as it can, yields a `Wait` whenever a flag or a write it needs is not there yet, and returns the
-`WorkerReport`. Flags carry numbers that only grow: version v has ``v * (rounds + 1)`` for "ready for version v", and
-one more per round. A worker writes round k of a version only after the peer has released round k - 1 of the same
-version, so a worker that is late for an old version never writes into a newer one.
+`WorkerReport`.
+
+Flags carry numbers that only grow: version v has ``(v + 1) * (rounds + 1)`` for "ready for version v", and one more
+per round; 0 is what a flag has before its first signal. A worker writes round k of a version only after the peer has
+released round k - 1 of the same version, so a worker that is late for an old version never writes into a newer one.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Update:
         self._kernels = kernels
         self._handles = buffers.handles
         self._version = version
-        self._base = version * (program.rounds + 1)
+        self._base = first_number(version, program.rounds)
         self._sent = [0, 0, 0]
         self._received = [0, 0, 0]
         self._write_s = [0.0, 0.0, 0.0]
@@ -213,6 +215,11 @@ class Update:
                 await_s=(self._await_s[0], self._await_s[1], self._await_s[2]),
             ),
         )
+
+
+def first_number(version: int, rounds: int) -> int:
+    """What a worker raises its sources' flags to when it is ready for a version."""
+    return (version + 1) * (rounds + 1)
 
 
 def message_tag(plan_digest: str, stage: Stage, source: str, target: str, number: int) -> int:

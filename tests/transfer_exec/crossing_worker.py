@@ -1,0 +1,44 @@
+"""One real process that runs one worker's program over shared memory; driven through a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from layout_algebra.source_map import SourceMap
+from transfer_exec.compiler import compile_program
+from transfer_exec.executor import Executor
+from transfer_exec.plan import Plan
+from transfer_exec.transport.base import Endpoint
+from transfer_exec.transport.shared_memory import SharedMemoryTransport
+
+
+def serve(pipe: Connection, worker: str, plan: bytes, source_map: bytes, deadline_s: float) -> None:
+    """Answer commands until the pipe closes: memory, connect, run, read, die."""
+    program = compile_program(Plan.from_bytes(plan), worker, SourceMap.from_bytes(source_map))
+    memory: dict[str, np.ndarray] = pipe.recv()
+    executor = Executor(program, memory, SharedMemoryTransport(worker), deadline_s=deadline_s)
+    pipe.send(executor.endpoint.to_bytes())
+    executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
+    pipe.send("connected")
+    while True:
+        match pipe.recv():
+            case ("run", version):
+                try:
+                    pipe.send(executor.run(version))
+                except Exception as error:  # noqa: BLE001  the parent asserts on whatever it was
+                    pipe.send((type(error).__name__, str(error)))
+            case ("set", values):
+                for name, value in values.items():
+                    memory[name][...] = value
+                pipe.send("set")
+            case "read":
+                pipe.send(memory)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                executor.close()
+                return
