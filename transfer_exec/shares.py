@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeVar
 
 from transfer_exec.demand import Demand
-from transfer_exec.links import Links, Seconds
+from transfer_exec.links import Links
+
+_Key = TypeVar("_Key", bound=Hashable)
+_NOTHING = 1e-9
 
 Parts = tuple[tuple[int, float], ...]
 """Worker numbers and their fractions."""
@@ -59,8 +61,23 @@ class Balance:
     method: str
 
 
+def kept(parts: Iterable[tuple[_Key, float]]) -> tuple[tuple[_Key, float], ...]:
+    """The parts that are more than a solver's noise."""
+    return tuple((key, part) for key, part in parts if part > _NOTHING)
+
+
+def fixed_loads(demand: Demand, links: Links) -> dict[int, float]:
+    """Bytes per link that every division has, as if each needer got all of its class inside its node."""
+    out: dict[int, float] = {}
+    for site in (*demand.remote, *demand.local):
+        for needer in site.needers:
+            link = links.local_ingress[needer]
+            out[link] = out.get(link, 0) + demand.bytes
+    return out
+
+
 def door_loads(demand: Demand, site: int, door: int, links: Links, *, first: bool) -> list[tuple[int, int]]:
-    """Bytes per link if the whole class comes into a remote site through one worker.
+    """Bytes per link, on top of the fixed ones, if the whole class comes into a remote site through one worker.
 
     Parameters
     ----------
@@ -68,46 +85,64 @@ def door_loads(demand: Demand, site: int, door: int, links: Links, *, first: boo
         Whether the worker is the first receiver and so sends the class on to every other remote site.
     """
     here = demand.remote[site]
-    passed_on = len(here.needers) - (door in here.needers)
-    out = [(links.ingress[door], demand.bytes), (links.local_egress[door], passed_on * demand.bytes)]
-    out += [(links.local_ingress[needer], demand.bytes) for needer in here.needers if needer != door]
+    needs = door in here.needers
+    out = [(links.ingress[door], demand.bytes), (links.local_egress[door], (len(here.needers) - needs) * demand.bytes)]
+    if needs:
+        out.append((links.local_ingress[door], -demand.bytes))
     if first:
-        out.append((links.egress[door], (len(demand.remote) - 1) * demand.bytes))
-        mine = links.cluster[door]
-        for other in demand.remote:
-            theirs = links.cluster[other.doors[0]]
-            if theirs != mine:
-                out.append((links.between[mine, theirs], demand.bytes))
+        out += forwarding_loads(demand, site, links, links.egress[door])
     return out
 
 
-def source_loads(demand: Demand, site: int, source: int, links: Links) -> list[tuple[int, int]]:
-    """Bytes per link if one holder serves a whole local site."""
-    here = demand.local[site]
-    out = [(links.local_egress[source], len(here.needers) * demand.bytes)]
-    return out + [(links.local_ingress[needer], demand.bytes) for needer in here.needers]
+def forwarding_loads(demand: Demand, site: int, links: Links, egress: int) -> list[tuple[int, int]]:
+    """Bytes per link if a first receiver in one site sends the whole class to the others through one egress link."""
+    out = [(egress, (len(demand.remote) - 1) * demand.bytes)]
+    mine = links.cluster[demand.remote[site].doors[0]]
+    for other in demand.remote:
+        theirs = links.cluster[other.doors[0]]
+        if theirs != mine:
+            out.append((links.between[mine, theirs], demand.bytes))
+    return out
 
 
-def link_times(demands: Sequence[Demand], shares: Sequence[Shares], links: Links) -> Seconds:
-    """Seconds that every link takes under a division."""
-    loads = np.zeros(len(links.bytes_per_s))
+def source_load(demand: Demand, site: int, source: int, links: Links) -> tuple[int, int]:
+    """Link and bytes, on top of the fixed ones, if one holder serves a whole local site."""
+    return links.local_egress[source], len(demand.local[site].needers) * demand.bytes
+
+
+def cluster_pairs(demand: Demand, links: Links) -> list[tuple[int, int]]:
+    """(holder's cluster, first receiver's cluster) of a class, where there is more than one cluster."""
+    if not links.between:
+        return []
+    sources = sorted({links.cluster[holder] for holder in demand.holders})
+    targets = sorted({links.cluster[site.doors[0]] for site in demand.remote})
+    return [(source, target) for source in sources for target in targets]
+
+
+def link_loads(demands: Sequence[Demand], shares: Sequence[Shares], links: Links) -> dict[int, float]:
+    """Bytes that a division puts on every link."""
+    loads: dict[int, float] = {}
     for demand, share in zip(demands, shares, strict=True):
-        for holder, part in share.holders:
-            loads[links.egress[holder]] += part * demand.bytes
+        parts: list[tuple[int, float]] = list(fixed_loads(demand, links).items())
+        parts += [(links.egress[holder], part * demand.bytes) for holder, part in share.holders]
         site_of = {door: site for site, here in enumerate(demand.remote) for door in here.doors}
         for door, part in share.first:
-            for link, count in door_loads(demand, site_of[door], door, links, first=True):
-                loads[link] += part * count
-        for site, parts in enumerate(share.entries):
-            for door, part in parts:
-                for link, count in door_loads(demand, site, door, links, first=False):
-                    loads[link] += part * count
-        for site, parts in enumerate(share.sources):
-            for source, part in parts:
-                for link, count in source_loads(demand, site, source, links):
-                    loads[link] += part * count
-        for (source, target), part in share.crossings:
-            if source != target:
-                loads[links.between[source, target]] += part * demand.bytes
-    times: Seconds = loads / links.bytes_per_s
-    return times
+            parts += [(link, part * n) for link, n in door_loads(demand, site_of[door], door, links, first=True)]
+        for site, entries in enumerate(share.entries):
+            for door, part in entries:
+                parts += [(link, part * n) for link, n in door_loads(demand, site, door, links, first=False)]
+        for site, sources in enumerate(share.sources):
+            for source, part in sources:
+                link, count = source_load(demand, site, source, links)
+                parts.append((link, part * count))
+        for (near, far), part in share.crossings:
+            if near != far:
+                parts.append((links.between[near, far], part * demand.bytes))
+        for link, amount in parts:
+            loads[link] = loads.get(link, 0) + amount
+    return loads
+
+
+def longest_s(loads: dict[int, float], links: Links) -> float:
+    """The longest time that any link needs for its bytes."""
+    return max((count / float(links.bytes_per_s[link]) for link, count in loads.items()), default=0.0)

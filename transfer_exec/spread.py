@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_exec.demand import Demand
 from transfer_exec.links import Links, Seconds
-from transfer_exec.shares import Balance, Parts, Shares, link_times
+from transfer_exec.shares import Balance, Parts, Shares, link_loads, longest_s
 
 
 def spread_demands(demands: Sequence[Demand], links: Links) -> Balance:
@@ -24,8 +24,7 @@ def spread_demands(demands: Sequence[Demand], links: Links) -> Balance:
     for index in order:
         shares[index] = _spread_one(demands[index], links, loads)
     done = tuple(share for share in shares if share is not None)
-    times = link_times(demands, done, links)
-    return Balance(done, float(times.max(initial=0.0)), "spread")
+    return Balance(done, longest_s(link_loads(demands, done, links), links), "poured")
 
 
 def _spread_one(demand: Demand, links: Links, loads: Seconds) -> Shares:

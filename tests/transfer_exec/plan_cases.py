@@ -17,9 +17,7 @@ DTYPES = ["F32", "BF16", "F64", "F8_E4M3"]
 def spaces(draw: st.DrawFn) -> CheckpointSpace:
     """One to four tensors of mixed widths, empty ones among them."""
     sizes = draw(st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(sum))
-    return CheckpointSpace(
-        TensorSpec(f"t{n}", (size,), draw(st.sampled_from(DTYPES))) for n, size in enumerate(sizes)
-    )
+    return CheckpointSpace(TensorSpec(f"t{n}", (size,), draw(st.sampled_from(DTYPES))) for n, size in enumerate(sizes))
 
 
 @st.composite
@@ -64,7 +62,9 @@ def topologies(draw: st.DrawFn, case: Case) -> Topology:
     for worker in workers:
         if apart and count > 1:
             half = count // 2
-            groups[draw(st.integers(0, half - 1) if worker in case.held else st.integers(half, count - 1))].append(worker)
+            groups[draw(st.integers(0, half - 1) if worker in case.held else st.integers(half, count - 1))].append(
+                worker
+            )
         else:
             groups[draw(st.integers(0, count - 1))].append(worker)
     speeds = st.sampled_from([1.0, 2.0, 3.0, 10.0])

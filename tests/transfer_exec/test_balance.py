@@ -16,10 +16,15 @@ from scipy.optimize import linprog
 from layout_algebra.blocks import declare, whole
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec.balance import balance
+from transfer_exec.bound import lower_bound
 from transfer_exec.demand import place_demand
+from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
-from transfer_exec.planner import make_plan
-from transfer_exec.shares import link_times
+from transfer_exec.plan import Plan, Stage
+from transfer_exec.planner import largest_load_s, make_plan
+from transfer_exec.routes import make_routes
+from transfer_exec.shares import link_loads, longest_s
 from transfer_exec.spread import spread_demands
 from transfer_exec.topology import Topology
 
@@ -147,7 +152,7 @@ def test_pouring_is_lawful_and_no_better_than_the_optimum(drawn: tuple[Tensors, 
         for parts in share.sources:
             assert sum(part for _, part in parts) == pytest.approx(1)
         assert sum(part for _, part in share.crossings) == pytest.approx(1 if one.remote else 0)
-    assert poured.optimum_s == pytest.approx(float(link_times(placed, poured.shares, links).max(initial=0.0)))
+    assert poured.optimum_s == pytest.approx(longest_s(link_loads(placed, poured.shares, links), links))
     assert poured.optimum_s >= best_by_paths(tensors, topology, workers) * (1 - 1e-9)
 
 
@@ -160,10 +165,7 @@ def test_brute_force_over_single_elements() -> None:
     node_of = {worker: topology.node_of(worker) for worker in workers}
     one_way = ways(workers[:2], workers[2:], workers[2:], node_of)
     per_way = [loads_of(topology, way, node_of) for way in one_way]
-    best = min(
-        max(sum(mix, Counter()).values())
-        for mix in itertools.combinations_with_replacement(per_way, 4)
-    ) * 2
+    best = min(max(sum(mix, Counter()).values()) for mix in itertools.combinations_with_replacement(per_way, 4)) * 2
     tensors: Tensors = {"w": (4, workers[:2], workers[2:])}
     plan = make_plan(correspondence_of(tensors, workers), topology, buffer_bytes=64)
     assert plan.load_s == best == 4.0
@@ -180,8 +182,6 @@ def test_work_off_the_bottleneck_is_shared_out() -> None:
         correspondence_of({"w": (1000, ["trainer/0"], rollouts)}, ["trainer/0", *rollouts]), topology, buffer_bytes=4096
     )
     assert plan.bound_link == "egress of all trainers"
-    from transfer_exec.plan import Stage
-
     assert [plan.bytes_received(worker, Stage.RECEIVE) for worker in rollouts] == [500] * 4
 
 
@@ -198,3 +198,59 @@ def test_workers_that_do_not_need_a_class_let_it_in_only_where_it_helps() -> Non
     plan = make_plan(correspondence_of(uneven, workers), topology, buffer_bytes=1 << 20)
     assert plan.load_s == pytest.approx(4000.0), "a quarter of `a` comes in through the other worker"
     assert plan.bytes_sent("engine/0/1") == 2000
+
+
+def plan_by_nodes(demand: Correspondence, topology: Topology) -> Plan:
+    """As `make_plan`, with the program in two steps whatever its size."""
+    links = Links.of(topology, demand.holders, demand.needers)
+    placed = place_demand(demand, links)
+    bound = lower_bound(placed, links)
+    division = balance(placed, links, bound_s=bound.seconds, columns=-1)
+    routes = make_routes(demand, placed, division.shares, links)
+    plan = Plan(
+        space_digest=demand.space.digest(),
+        holders=demand.holders,
+        needers=demand.needers,
+        nodes=links.node,
+        routes=routes,
+        rounds=1,
+        buffer_bytes=1 << 40,
+        lower_bound_s=bound.seconds,
+        bound_link=bound.link,
+        optimum_s=division.optimum_s,
+        load_s=largest_load_s(routes, links),
+    )
+    check_demand(plan, demand)
+    return plan
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(tensor_cases())
+def test_two_steps_are_lawful_and_never_better_than_they_say(drawn: tuple[Tensors, list[str], Topology]) -> None:
+    tensors, workers, topology = drawn
+    plan = plan_by_nodes(correspondence_of(tensors, workers), topology)
+    best = best_by_paths(tensors, topology, workers)
+    assert plan.optimum_s <= best * (1 + 1e-6) + 1e-12, "the first step leaves rows out, so it is a bound"
+    assert plan.load_s >= best * (1 - 1e-4) - 1e-12
+
+
+def test_two_steps_reach_the_optimum_on_like_nodes() -> None:
+    """Two pipeline stages, experts over eight ranks of two nodes, three engines; shared parts and single owners."""
+    topology = Topology.uniform(
+        trainers=8, engines=3, engine_size=8, workers_per_node=4, nic_bytes_per_s=1e6, local_bytes_per_s=18e6
+    )
+    trainers = [f"trainer/{rank}" for rank in range(8)]
+    rollouts = [f"engine/{e}/{r}" for e in range(3) for r in range(8)]
+    tensors: Tensors = {}
+    for stage in range(2):
+        half = trainers[4 * stage : 4 * stage + 4]
+        tensors[f"attention.{stage}"] = (1_000_000, half, rollouts)
+        for rank in range(8):
+            owners = [half[rank % 4]]
+            tensors[f"experts.{stage}.{rank}"] = (300_000, owners, [f"engine/{e}/{rank}" for e in range(3)])
+    demand = correspondence_of(tensors, [*trainers, *rollouts])
+    whole_plan = make_plan(demand, topology, buffer_bytes=1 << 30)
+    stepwise = plan_by_nodes(demand, topology)
+    assert stepwise.optimum_s == pytest.approx(whole_plan.optimum_s, rel=1e-6)
+    assert stepwise.load_s == pytest.approx(whole_plan.optimum_s, rel=1e-4)
+    assert whole_plan.load_s == pytest.approx(whole_plan.lower_bound_s, rel=1e-4)

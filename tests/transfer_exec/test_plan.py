@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -45,7 +46,7 @@ def plan_of(*routes: Route, rounds: int = 1, nodes: tuple[int, ...] = NODES) -> 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 50))
 def test_parts_tile_every_route_and_rounds_are_even(sizes: list[int], rounds: int) -> None:
     starts = np.cumsum([0, *sizes])
-    routes = [route(range(1 + first, 1 + last), *FULL) for first, last in zip(starts, starts[1:], strict=False)]
+    routes = [route(range(1 + first, 1 + last), *FULL) for first, last in pairwise(starts)]
     plan = plan_of(*routes, rounds=rounds)
     totals = np.zeros(rounds, dtype=int)
     for index, one in enumerate(routes):
@@ -99,17 +100,32 @@ COLOCATED = (0, 1, 1, 1, 3, 3)
         ([route(range(1, 3), FULL[0], Hop(RECEIVE, "t0", "b0"))], "RECEIVE comes from the holder and goes to one"),
         ([route(range(1, 3), FULL[0], Hop(RECEIVE, "a0", "b0"))], "RECEIVE comes from the holder and goes to one"),
         ([route(range(1, 3), Hop(EXTERNAL, "t0", "a0"))], "EXTERNAL hop from t0; expected the first receiver none"),
-        ([route(range(1, 3), FULL[0], Hop(EXTERNAL, "t0", "b0"))], "EXTERNAL hop from t0; expected the first receiver a0"),
-        ([route(range(1, 3), FULL[0], Hop(EXTERNAL, "a0", "a1"))], "EXTERNAL hop to a1 crosses the network into|gets over"),
-        ([route(range(1, 3), *FULL[:2], Hop(EXTERNAL, "a0", "b0"))], "b0 gets over the network what b1 of its node got"),
-        ([route(range(1, 3), *FULL[:3], Hop(EXTERNAL, "a0", "b0"))], "after a later stage; expected hops in stage order"),
+        (
+            [route(range(1, 3), FULL[0], Hop(EXTERNAL, "t0", "b0"))],
+            "EXTERNAL hop from t0; expected the first receiver a0",
+        ),
+        (
+            [route(range(1, 3), FULL[0], Hop(EXTERNAL, "a0", "a1"))],
+            "EXTERNAL hop to a1 crosses the network into|gets over",
+        ),
+        (
+            [route(range(1, 3), *FULL[:2], Hop(EXTERNAL, "a0", "b0"))],
+            "b0 gets over the network what b1 of its node got",
+        ),
+        (
+            [route(range(1, 3), *FULL[:3], Hop(EXTERNAL, "a0", "b0"))],
+            "after a later stage; expected hops in stage order",
+        ),
         ([route(range(1, 3), FULL[0], Hop(INTERNAL, "a0", "b0"))], "INTERNAL hop a0 -> b0 leaves node 2"),
         ([route(range(1, 3), *FULL, Hop(INTERNAL, "a0", "b0"))], "b0 gets what it has already"),
         ([route(range(1, 3), *FULL[:2], Hop(INTERNAL, "a1", "a0"))], "a0 gets what it has already"),
         ([route(range(1, 3), *FULL), route(range(2, 5), *FULL)], "routes 0 and 1 both carry ids 2:3"),
         ([route(range(4, 6), *FULL), route(range(1, 3), *FULL)], "route 1 begins with id 1, before the route in front"),
         ([route(range(1, 3), *FULL), route(range(1, 3), *FULL)], "same ids and the same holder"),
-        ([route(range(1, 3), FULL[0]), route(range(1, 3), Hop(RECEIVE, "t1", "a0"), holder="t1")], "reach a worker twice"),
+        (
+            [route(range(1, 3), FULL[0]), route(range(1, 3), Hop(RECEIVE, "t1", "a0"), holder="t1")],
+            "reach a worker twice",
+        ),
         (
             [route(range(1, 3), FULL[0]), route(range(1, 3), Hop(RECEIVE, "t1", "b0"), holder="t1")],
             "trainers send them over the network twice",
@@ -173,9 +189,19 @@ EVERYBODY = dict.fromkeys(NEEDERS, range(1, 7))
     ("routes", "need", "held", "message"),
     [
         ([route(range(1, 5), *FULL)], EVERYBODY, None, r"class 0, w\[0:6\]: a0 gets 4 of 6 elements"),
-        ([route(range(1, 7), *FULL)], {"a0": range(1, 7), "b0": range(1, 7)}, None, "a1 gets it from a0 and does not need"),
+        (
+            [route(range(1, 7), *FULL)],
+            {"a0": range(1, 7), "b0": range(1, 7)},
+            None,
+            "a1 gets it from a0 and does not need",
+        ),
         ([route(range(1, 7), *FULL[:2], FULL[3])], {"a0": range(1, 7)}, None, "node 3 gets it through b1 and nobody"),
-        ([route(range(1, 7), *FULL)], EVERYBODY, {"t0": range(1, 4), "t1": range(1, 7)}, "route 0: ids 1:7 do not lie in"),
+        (
+            [route(range(1, 7), *FULL)],
+            EVERYBODY,
+            {"t0": range(1, 4), "t1": range(1, 7)},
+            "route 0: ids 1:7 do not lie in",
+        ),
         (
             [route(range(1, 4), *FULL), route(range(4, 7), *FULL)],
             EVERYBODY,
@@ -187,7 +213,9 @@ EVERYBODY = dict.fromkeys(NEEDERS, range(1, 7))
         ([], EVERYBODY, None, "a0 gets 0 of 6 elements"),
     ],
 )
-def test_laws_of_demand(routes: list[Route], need: dict[str, range], held: dict[str, range] | None, message: str) -> None:
+def test_laws_of_demand(
+    routes: list[Route], need: dict[str, range], held: dict[str, range] | None, message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
         check_demand(plan_of(*routes), demand(need, held))
 

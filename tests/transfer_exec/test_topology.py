@@ -79,7 +79,12 @@ def test_a_worker_in_no_node() -> None:
             [ClusterLink(("main", "far"), 1.0), ClusterLink(("far", "main"), 2.0)],
             "link between far and main: given 2 times",
         ),
-        ([node("a"), node("b", cluster="far")], [], [ClusterLink(("main", "far"), 0.0)], "link between main and far is"),
+        (
+            [node("a"), node("b", cluster="far")],
+            [],
+            [ClusterLink(("main", "far"), 0.0)],
+            "link between main and far is",
+        ),
     ],
 )
 def test_contradictions(nodes: list[Node], engines: list[Engine], links: list[ClusterLink], message: str) -> None:
@@ -131,7 +136,11 @@ def test_from_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nic_bytes_per_s = 50e9", "nic_byte_per_s = 50e9", r"node\[0\]: unknown key 'nic_byte_per_s'; did you mean nic"),
+        (
+            "nic_bytes_per_s = 50e9",
+            "nic_byte_per_s = 50e9",
+            r"node\[0\]: unknown key 'nic_byte_per_s'; did you mean nic",
+        ),
         ("nic_bytes_per_s = 50e9", "", r"node\[0\]: nic_bytes_per_s is missing"),
         ("50e9", '"50 GB"', r"node\[0\].nic_bytes_per_s: '50 GB'; expected a number above zero"),
         ("egress = 40e9", "egres = 40e9", r"node\[1\].nic_bytes_per_s: unknown key 'egres'; did you mean egress"),
@@ -142,7 +151,11 @@ def test_from_toml(tmp_path: Path) -> None:
         ('["east", "west"]', '["east"]', r"link\[0\].clusters: 1 names; expected two"),
         ("[[link]]", "[[lnik]]", "the file: unknown key 'lnik'; did you mean link"),
         ("[[link]]", "[link]", r"link: expected tables, each under its own \[\[link\]\]"),
-        ('workers = ["engine/0/0", "engine/0/1"]', 'workers = ["engine/5/0"]', "engine/5/0 of engine engine/0: in no node"),
+        (
+            'workers = ["engine/0/0", "engine/0/1"]',
+            'workers = ["engine/5/0"]',
+            "engine/5/0 of engine engine/0: in no node",
+        ),
         ("[[node]]\nname", "[[node\nname", "no TOML: .*line 2"),
         (GOOD, "", r"no \[\[node\]\] and no \[uniform\]"),
         (GOOD, "[uniform]\ntrainers = 1\n", "uniform: engines is missing"),
