@@ -24,6 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.cells import cut_cells
+from layout_algebra.correspondence_bytes import (
+    correspondence_digest,
+    decode_correspondence,
+    encode_correspondence,
+)
 from layout_algebra.dtypes import IdArray, conversion_is_defined, holds_every_value
 from layout_algebra.errors import CorrespondenceError
 from layout_algebra.runs import RunTable, expand_ranges, expand_runs
@@ -85,6 +90,31 @@ class Correspondence:
     def unheld(self) -> tuple[DemandClass, ...]:
         """Classes that nobody holds."""
         return tuple(group for group in self.classes if not group.holders)
+
+    def to_bytes(self) -> bytes:
+        """Serialize, checkpoint included; ``from_bytes`` gives an equal correspondence.
+
+        Raises
+        ------
+        CorrespondenceError
+            If it is larger than ``from_bytes`` reads.
+        """
+        return encode_correspondence(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Correspondence:
+        """Read ``to_bytes``' output; safe on untrusted bytes.
+
+        Raises
+        ------
+        CorrespondenceBytesError
+            If the bytes are truncated, altered, of another version, or contradict themselves.
+        """
+        return decode_correspondence(data)
+
+    def digest(self) -> str:
+        """Hex digest; equal correspondences of one checkpoint have equal digests."""
+        return correspondence_digest(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
