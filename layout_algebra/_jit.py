@@ -23,4 +23,4 @@ def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a small function that kernels call in their inner loops; it is always inlined by LLVM."""
-    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True, forceinline=True)(function))
+    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True)(function))

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra._jit import inlined, kernel
+from layout_algebra._run_kernels import grown
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
@@ -15,7 +16,8 @@ Words = npt.NDArray[np.uint16]
 def doubled(array: Ints) -> Ints:
     """A copy with twice the room."""
     out = np.empty(2 * len(array), dtype=np.int64)
-    out[: len(array)] = array
+    for k in range(len(array)):
+        out[k] = array[k]
     return out
 
 
@@ -82,7 +84,7 @@ def join_entries(place: Ints, value: Words, starts: Ints, moduli: Ints, inverses
     passes = len(moduli)
     out_place = np.empty(len(place), dtype=np.int64)
     out_value = np.empty(len(place), dtype=np.int64)
-    heads = starts[:-1].copy()
+    heads = starts.copy()
     count = 0
     while True:
         least = np.int64(1) << 62
@@ -118,7 +120,8 @@ def entries_of_rectangles(pieces: Ints, rows: int, width: int) -> tuple[Ints, In
     value = np.empty(16 * len(pieces), dtype=np.int64)
     count = 0
     for piece in range(len(pieces)):
-        row, column, height, length, number, step, slope, weight = pieces[piece]
+        row, column, height, length = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3]
+        number, step, slope, weight = pieces[piece, 4], pieces[piece, 5], pieces[piece, 6], pieces[piece, 7]
         for k in range(4):
             # The k-th row difference, as a number at the first column and what it changes by per column.
             if k == 0:
@@ -156,7 +159,8 @@ def pieces_inside(pieces: Ints, width: int, spans: Ints) -> tuple[Ints, int]:
     out = np.empty((16, 8), dtype=np.int64)
     count = 0
     for piece in range(len(pieces)):
-        row, column, height, length, number, step, slope, _ = pieces[piece]
+        row, column, height, length = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3]
+        number, step, slope = pieces[piece, 4], pieces[piece, 5], pieces[piece, 6]
         for k in range(height):
             start = (row + k) * width + column
             stop = start + length
@@ -170,9 +174,7 @@ def pieces_inside(pieces: Ints, width: int, spans: Ints) -> tuple[Ints, int]:
             while low < len(spans) and spans[low, 0] < stop:
                 first, last = max(start, spans[low, 0]), min(stop, spans[low, 1])
                 if count == len(out):
-                    wider = np.empty((2 * count, 8), dtype=np.int64)
-                    wider[:count] = out
-                    out = wider
+                    out = grown(out, count + 1)
                 out[count, 0] = row + k
                 out[count, 1] = column + first - start
                 out[count, 2] = 1

@@ -122,7 +122,8 @@ def row_bend_at(
 def longer(array: Ints, count: int) -> Ints:
     """The first ``count`` numbers of an array, with twice the room."""
     out = np.empty(2 * len(array), dtype=np.int64)
-    out[:count] = array[:count]
+    for k in range(count):
+        out[k] = array[k]
     return out
 
 

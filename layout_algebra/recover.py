@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layout_algebra._kernels import entries_of_ids, entries_of_rectangles, join_entries, pieces_inside
-from layout_algebra._sweep_kernels import CONSTANT, COPY, sweep
+from layout_algebra._run_kernels import CONSTANT, COPY
+from layout_algebra._sweep_kernels import sweep
 from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import MapError, ProbeError
@@ -109,24 +110,23 @@ def recover(diffs: Sequence[Diff2], passes: Sequence[Pass], shape: Sequence[int]
             f"moduli with product {modulus:,} cannot tell {total_elements:,} ids and their differences apart"
         )
     rows, width = view_of(shape)
-    named = constant_ids(passes)
-    number_of = np.flatnonzero(named > total_elements)
-    number_of = number_of[np.argsort(named[number_of], kind="stable")]
-    constants = named[number_of]
-
     place, value = _joined(diffs, passes)
-    pieces, found, strays = sweep(place, value, rows, width, modulus, total_elements, constants)
+    pieces, found, strays = sweep(place, value, rows, width, modulus, total_elements, _NO_CONSTANTS)
+    constants = CopyTable.empty()
+    if strays:
+        named = constant_ids(passes)
+        number_of = np.flatnonzero(named > total_elements)
+        number_of = number_of[np.argsort(named[number_of], kind="stable")]
+        pieces, found, _ = sweep(place, value, rows, width, modulus, total_elements, named[number_of])
+        fixed = _table(pieces[:found], width, CONSTANT).rows.copy()
+        fixed[:, 1] = number_of[np.searchsorted(named[number_of], fixed[:, 1])]
+        constants = CopyTable(fixed)
     copies = _table(pieces[:found], width, COPY)
-    fixed = _table(pieces[:found], width, CONSTANT)
-    as_numbers = fixed.rows.copy()
-    as_numbers[:, 1] = number_of[np.searchsorted(constants, fixed.source_starts)]
     partly = _partly_outside(diffs)
-    if len(partly):
+    if strays or len(partly):
+        # What stood outside the ids moved cuts between bands; without it they depend on ids alone.
         copies = without(copies, partly, shape)
-    elif strays or len(fixed):
-        # What else stood there moved the cuts between bands; without it they depend on ids alone.
-        copies = rectangles_of_copies(copies, shape)
-    return Recovery(copies, CopyTable(as_numbers))
+    return Recovery(copies, constants)
 
 
 def constant_ids(passes: Sequence[Pass]) -> IdArray:
