@@ -85,7 +85,9 @@ class BoundTable:
         return self.rows[self.bounds[number] : self.bounds[number + 1]]
 
 
-def live_tensors(program: Program, memory: Mapping[str, object]) -> tuple[LiveTensor, ...]:
+def live_tensors(
+    program: Program, memory: Mapping[str, object], staged: Mapping[str, object] | None = None
+) -> tuple[LiveTensor, ...]:
     """Find every tensor of a program, and refuse what does not fit.
 
     Parameters
@@ -93,8 +95,10 @@ def live_tensors(program: Program, memory: Mapping[str, object]) -> tuple[LiveTe
     program
         What is to be moved.
     memory
-        A numpy array or torch tensor per parameter and per staged tensor; others are ignored. numpy lacks BF16 and
-        the 8-bit floats: unsigned integers of the same width stand for them.
+        A numpy array or torch tensor per parameter; others are ignored. numpy lacks BF16 and the 8-bit floats:
+        unsigned integers of the same width stand for them.
+    staged
+        Memory of the staged checkpoint tensors, which may have a parameter's name.
 
     Returns
     -------
@@ -110,11 +114,12 @@ def live_tensors(program: Program, memory: Mapping[str, object]) -> tuple[LiveTe
     written = set(program.assemble.rows[:, Column.TENSOR].tolist())
     out = []
     for position, tensor in enumerate(program.tensors):
-        if tensor.name not in memory:
+        given = (staged or {}) if tensor.staged else memory
+        if tensor.name not in given:
             raise ProgramError(
                 f"{tensor.name} on {program.worker}: no memory was given; expected {tensor.dtype} {tensor.shape}"
             )
-        out.append(_locate(program.worker, tensor, memory[tensor.name], writes=position in written))
+        out.append(_locate(program.worker, tensor, given[tensor.name], writes=position in written))
     return tuple(out)
 
 

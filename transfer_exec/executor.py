@@ -86,7 +86,7 @@ class Executor:
             for tensor in program.tensors
             if tensor.staged
         }
-        self._tensors = live_tensors(program, {**memory, **self._staged})
+        self._tensors = live_tensors(program, memory, self._staged)
         self._buffers = open_buffers(program, transport)
         addresses = self._buffers.addresses
         self._pack: BoundTable = bind(program.pack, self._tensors, addresses, packing=True)

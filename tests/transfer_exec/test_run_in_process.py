@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 from crossing import Crossing, make_memory, random_crossing
 
+from layout_algebra.correspondence import correspond
+from layout_algebra.runs import RunTable
+from layout_algebra.slice_copy import CopyTable
+from layout_algebra.source_map import ParameterMap, SourceMap
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec.errors import ProgramError, TransportError
 from transfer_exec.executor import Executor
 from transfer_exec.in_process import run_in_process
+from transfer_exec.kernels.cpu import CpuKernels
+from transfer_exec.kernels.reference import ReferenceKernels
 from transfer_exec.plan import Plan, Stage
+from transfer_exec.planner import make_plan
 from transfer_exec.report import TransferReport
+from transfer_exec.topology import Topology
 from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 
 
@@ -54,9 +64,137 @@ def cross(
     return report
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_layouts_memory_and_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
     crossing = random_crossing(rng)
     plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([8, 24, 100, 1 << 20])))
     cross(crossing, plan, rng, strided=bool(rng.integers(0, 2)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_network_that_delays_and_reorders(seed: int) -> None:
+    rng = np.random.default_rng(1000 + seed)
+    crossing = random_crossing(rng)
+    plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([16, 64, 1 << 20])))
+    cross(crossing, plan, rng, policy=LoopbackPolicy(seed=seed, max_delay=7, reorder=True))
+
+
+# what must be right before the first byte
+
+
+def a_case() -> tuple[Plan, dict[str, SourceMap], dict[str, dict[str, np.ndarray]]]:
+    """One trainer, one engine of two ranks; rank 1 also has an opaque parameter computed from x."""
+    space = CheckpointSpace([TensorSpec("w", (6,), "F32"), TensorSpec("x", (4,), "F32")])
+    opaque = ParameterMap((2,), "U8", CopyTable.empty(), RunTable.from_ids([0, 1]), ("x",))
+    plain = SourceMap.from_ids(space, {"w": np.arange(1, 7)})
+    both = SourceMap(space, {"w": plain["w"], "packed": opaque})
+    maps = {
+        "trainer/0": SourceMap.from_ids(space, {"w": np.arange(1, 7), "x": np.arange(7, 11)}),
+        "engine/0/0": plain,
+        "engine/0/1": both,
+    }
+    topology = Topology.uniform(
+        trainers=1, engines=1, engine_size=2, workers_per_node=2, nic_bytes_per_s=1e9, local_bytes_per_s=1e9
+    )
+    demand = correspond({"trainer/0": maps["trainer/0"]}, {w: maps[w] for w in ("engine/0/0", "engine/0/1")})
+    memory = {
+        "trainer/0": {"w": np.arange(6, dtype=np.float32), "x": np.arange(4, dtype=np.float32) + 50},
+        "engine/0/0": {"w": np.full(6, 9, dtype=np.float32), "unrelated": np.full(3, 9.0)},
+        "engine/0/1": {"w": np.full(6, 9, dtype=np.float32), "packed": np.full(2, 9, dtype=np.uint8)},
+    }
+    return make_plan(demand, topology, buffer_bytes=16), maps, memory
+
+
+def test_opaque_parameters_are_left_alone_and_their_tensors_staged() -> None:
+    plan, maps, memory = a_case()
+    staged: dict[str, Mapping[str, np.ndarray]] = {}
+
+    def keep(executors: Mapping[str, Executor]) -> None:
+        staged.update({worker: executor.staged for worker, executor in executors.items()})
+
+    report = run_in_process(plan, maps, memory, inspect=keep)
+    assert report.opaque == {"engine/0/1": ("packed",)}
+    assert memory["engine/0/1"]["packed"].tolist() == [9, 9]
+    assert memory["engine/0/0"]["unrelated"].tolist() == [9, 9, 9]
+    assert memory["engine/0/1"]["w"].tolist() == memory["engine/0/0"]["w"].tolist() == list(range(6))
+    assert {worker: {n: v.tolist() for n, v in tensors.items()} for worker, tensors in staged.items()} == {
+        "trainer/0": {},
+        "engine/0/0": {},
+        "engine/0/1": {"x": [50, 51, 52, 53]},
+    }
+    assert report.measures is None
+
+
+@pytest.mark.parametrize(
+    ("worker", "change", "match"),
+    [
+        ("engine/0/1", {"w": np.zeros(7, dtype=np.float32)}, r"w on engine/0/1: has shape \(7,\), its map has \(6,\)"),
+        ("engine/0/1", {"w": np.zeros(6)}, "w on engine/0/1: numpy memory is float64"),
+        ("engine/0/1", {}, "w on engine/0/1: no memory was given"),
+        ("engine/0/1", {"w": "text"}, "w on engine/0/1: got str"),
+        ("trainer/0", {"w": np.zeros(6, dtype=np.float32)}, "x on trainer/0: no memory was given"),
+    ],
+)
+def test_unfit_memory_is_refused_and_nothing_is_written(worker: str, change: dict[str, object], match: str) -> None:
+    plan, maps, memory = a_case()
+    with pytest.raises(ProgramError, match=match):
+        run_in_process(plan, maps, {**memory, worker: change})
+    for rank in range(2):
+        assert memory[f"engine/0/{rank}"]["w"].tolist() == [9] * 6
+
+
+def test_missing_or_other_maps_are_refused_and_nothing_is_written() -> None:
+    plan, maps, memory = a_case()
+    with pytest.raises(ProgramError, match="no source map of engine/0/1"):
+        run_in_process(plan, {w: m for w, m in maps.items() if w != "engine/0/1"}, memory)
+    other = CheckpointSpace([TensorSpec("w", (6,), "F32")])
+    with pytest.raises(ProgramError, match="engine/0/0: its map is of checkpoint"):
+        run_in_process(plan, {**maps, "engine/0/0": SourceMap.from_ids(other, {"w": np.arange(1, 7)})}, memory)
+    with pytest.raises(ProgramError, match="trainer/0: the plan has it send"):
+        run_in_process(plan, {**maps, "trainer/0": maps["engine/0/0"]}, memory)
+    assert memory["engine/0/0"]["w"].tolist() == [9] * 6
+
+
+def test_lost_messages_are_a_named_deadlock() -> None:
+    plan, maps, memory = a_case()
+    network = LoopbackNetwork(LoopbackPolicy(lost_signals=frozenset(range(8, 99))))
+    with pytest.raises(TransportError, match=r"no worker can go on: .*engine/0/\d at version 0, round \d+, stage"):
+        run_in_process(plan, maps, memory, network=network)
+    network = LoopbackNetwork(LoopbackPolicy(lost_writes=frozenset([2])))
+    with pytest.raises(TransportError, match="no worker can go on: .*for a write to engine/0/. to complete"):
+        run_in_process(plan, maps, memory, network=network)
+
+
+def test_failed_writes_are_raised_by_name() -> None:
+    plan, maps, memory = a_case()
+    network = LoopbackNetwork(LoopbackPolicy(failing_writes=frozenset([2])))
+    with pytest.raises(TransportError, match="write 2 from .* failed"):
+        run_in_process(plan, maps, memory, network=network)
+
+
+def test_the_same_plan_runs_for_version_after_version() -> None:
+    plan, maps, memory = a_case()
+    for version in range(3):
+        memory["trainer/0"]["w"][:] = np.arange(6) * version
+        report = run_in_process(plan, maps, memory, version=version, inspect=poison)
+        assert report.version == version
+        assert memory["engine/0/1"]["w"].tolist() == [k * version for k in range(6)]
+
+
+def test_the_reference_backend_agrees() -> None:
+    rng = np.random.default_rng(77)
+    crossing = random_crossing(rng)
+    plan = crossing.plan(workers_per_node=2, buffer_bytes=64)
+    results = []
+    for kernels in (CpuKernels(), ReferenceKernels()):
+        fill = np.random.default_rng(5)
+        holders, needers = (make_memory(crossing, side, fill) for side in (crossing.held, crossing.needed))
+        for worker, parameters in holders.items():
+            for name, guard in parameters.items():
+                crossing.fill_holder(worker, name, guard.view)
+        memory = {w: {n: g.view for n, g in p.items()} for w, p in {**holders, **needers}.items()}
+        report = run_in_process(plan, crossing.maps, memory, kernels=kernels)
+        assert {each.kernels for each in report.workers.values()} == {kernels.name}
+        results.append({(w, n): g.base for w, p in needers.items() for n, g in p.items()})
+    assert all(np.array_equal(results[0][key], results[1][key]) for key in results[0])
