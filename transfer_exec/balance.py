@@ -7,8 +7,8 @@ class x and y each sum to one, per remote node w does, per local node z does. Fi
 every other remote node, entry workers and local holders to every other needer of their node. With several clusters
 ``t[class, holder's cluster, first receiver's cluster]`` says what crosses between them.
 
-The program minimizes the longest time of any link, then shares out what is not at the bottleneck, then avoids
-entries through workers that do not need the class (``levels``). Its solution is a vertex, so most fractions are zero
+The program minimizes the longest time of any link, then the bytes that come in through workers that do not need them,
+then shares out what is not at the bottleneck (``levels``). Its solution is a vertex, so most fractions are zero
 or one and a plan has few routes. HiGHS is deterministic and the program is built in worker and class order, so equal
 demands give equal fractions.
 """

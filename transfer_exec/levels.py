@@ -1,8 +1,8 @@
 """Programs that keep every link's time low: first the highest, then those of each group of links.
 
 Columns are fractions that put bytes on links, sums tie fractions together. ``solve`` minimizes the longest time of
-any link. Then, with that time as a limit, it minimizes for each kind of link the longest time of all and of each
-group, so that work that is not at the bottleneck is shared out as well, and last the detours.
+any link. With that time as a limit it avoids detours, and then minimizes for each kind of link the longest time of all
+and of each group, so that work that is not at the bottleneck is shared out as well.
 
 >>> program = LevelProgram(speeds=[1.0, 3.0], groups=[(0, 0), (0, 1)], unit_s=1.0)
 >>> columns = [program.column([(0, 8)]), program.column([(1, 8)])]
@@ -20,13 +20,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from transfer_exec.solver import Triplets, minimize
 
 _SLACK = 1e-7
 """How much longer than the optimum, relatively, the second program's solution may be."""
-_DETOUR = 1e-3
-"""Weight of detours beside the times of links."""
+_DETOUR = 10.0
+"""Weight per link of detours beside the times of links: more than any detour can gain off the bottleneck."""
 
 Loads = Iterable[tuple[int, float]]
 """(link, bytes)."""
@@ -34,7 +35,7 @@ Loads = Iterable[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Values of all columns, and the longest time of any link in seconds, which is the least possible."""
+    """Values of all columns, and the longest time of any link in seconds: the least possible, or short enough."""
 
     values: tuple[float, ...]
     longest_s: float
@@ -87,11 +88,21 @@ class LevelProgram:
             self._sums.add(len(self._totals), column, factor)
         self._totals.append(total)
 
-    def solve(self) -> Solution | None:
-        """The best values, or None if the solver gives up."""
+    def solve(self, *, enough_s: float = 0.0) -> Solution | None:
+        """The best values, or None if the solver gives up.
+
+        Parameters
+        ----------
+        enough_s
+            A time that is short enough: no detour is taken to be faster than this.
+        """
         links, loads, constants = self._rows()
         if not self.columns:
             return Solution((), max(constants, default=0.0) * self._unit_s)
+        if enough_s:
+            at_once = self._share_out(links, loads, constants, enough_s / self._unit_s)
+            if at_once is not None:
+                return Solution(at_once, enough_s)
         longest = Triplets(list(range(len(links))), [self.columns] * len(links), [-1.0] * len(links))
         found = minimize(
             [0.0] * self.columns + [1.0],
@@ -104,8 +115,10 @@ class LevelProgram:
             return None
         optimum = float(found[self.columns])
         better = self._share_out(links, loads, constants, optimum)
-        values = found if better is None else better
-        return Solution(tuple(np.maximum(values[: self.columns], 0.0).tolist()), optimum * self._unit_s)
+        return Solution(self._fractions(found) if better is None else better, optimum * self._unit_s)
+
+    def _fractions(self, values: npt.NDArray[np.float64]) -> tuple[float, ...]:
+        return tuple(np.maximum(values[: self.columns], 0.0).tolist())
 
     def key(self) -> bytes:
         """Digest of everything that the values depend on: programs of one key have the same values."""
@@ -128,14 +141,14 @@ class LevelProgram:
 
     def _share_out(
         self, links: list[int], loads: Triplets, constants: list[float], optimum: float
-    ) -> Sequence[float] | None:
-        """Columns, then the longest time of each group of links, then of each kind of link."""
+    ) -> tuple[float, ...] | None:
+        """The second program: the same columns, then the longest time of each group of links and of each kind."""
         groups = sorted({self._groups[link] for link in links})
         number_of = {group: self.columns + number for number, group in enumerate(groups)}
         kinds = sorted({kind for kind, _ in groups})
         kind_of = {kind: self.columns + len(groups) + number for number, kind in enumerate(kinds)}
         places = Counter(kind for kind, _ in groups)
-        costs = [_DETOUR * detour for detour in self._detours]
+        costs = [_DETOUR * len(links) * detour for detour in self._detours]
         costs += [1.0 / places[kind] for kind, _ in groups] + [1.0] * len(kinds)
         caps = Triplets()
         for row, link in enumerate(links):
@@ -149,4 +162,4 @@ class LevelProgram:
             caps.add(len(limits), number, 1.0)
             limits.append(optimum * (1 + _SLACK))
         found = minimize(costs, loads.extended(caps), limits, self._sums, self._totals)
-        return None if found is None else found.tolist()
+        return None if found is None else self._fractions(found)

@@ -47,7 +47,7 @@ def balance_nodewise(demands: Sequence[Demand], links: Links, unit_s: float) -> 
         inside = _InsideNode(node, demands, firsts, fixed, links, unit_s)
         key = inside.program.key()
         if key not in known:
-            found = inside.program.solve()
+            found = inside.program.solve(enough_s=solution.longest_s)
             if found is None:
                 return None
             known[key] = found

@@ -1,15 +1,13 @@
 """A plan as bytes: compact, versioned, checked, and harmless when they come from a stranger.
 
-Layout: 8 bytes of magic and version, 16 bytes of BLAKE2b over the rest, then a zlib stream of one msgpack array.
-Workers are numbered as in ``Plan.workers``; routes, runs and hops are integer tables that travel as zigzag deltas
-from row to row, which the likeness of neighbouring routes turns into runs of zeros. ``plan_digest`` hashes what is
-inside the zlib stream, so it does not depend on the compressor.
+In an envelope (``layout_algebra.sealed_bytes``) lies one msgpack array. Workers are numbered as in ``Plan.workers``;
+routes, runs and hops are integer tables kept as differences from row to row, which the likeness of neighbouring routes
+makes small. ``plan_digest`` hashes what is inside the envelope, so it does not depend on the compressor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +16,7 @@ import numpy as np
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import LayoutError
 from layout_algebra.runs import RunTable
+from layout_algebra.sealed_bytes import Budget, Packed, pack_table, seal, unpack_table, unseal
 from layout_algebra.space import MAX_ELEMENTS
 from transfer_exec.errors import PlanBytesError, PlanError
 
@@ -25,9 +24,10 @@ if TYPE_CHECKING:
     from transfer_exec.plan import Plan
 
 _MAGIC = b"TLPLAN\x00\x01"
-_DIGEST_BYTES = 16
 MAX_BYTES = 1 << 31
 """Largest unpacked size that ``decode_plan`` accepts."""
+MAX_NUMBERS = 1 << 28
+"""Most integers, over all tables, that ``decode_plan`` accepts."""
 MAX_STRETCHES = 1 << 27
 """Most stretches of consecutive ids, over all runs, that ``decode_plan`` accepts."""
 
@@ -43,20 +43,19 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True):
     bound_link: str
     optimum_s: float
     load_s: float
-    routes: bytes
-    runs: bytes
-    hops: bytes
+    routes: Packed
+    runs: Packed
+    hops: Packed
 
 
 def encode_plan(plan: Plan) -> bytes:
     """Serialize a plan."""
-    body = zlib.compress(_plain(plan), 6)
-    return _MAGIC + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+    return seal(_MAGIC, _plain(plan))
 
 
 def plan_digest(plan: Plan) -> str:
     """Hex digest of a plan's content."""
-    return hashlib.blake2b(_MAGIC + _plain(plan), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(_MAGIC + _plain(plan), digest_size=16).hexdigest()
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -67,27 +66,15 @@ def decode_plan(data: bytes) -> Plan:
     PlanBytesError
         For anything that ``encode_plan`` of this version did not write, and for a plan that breaks a law.
     """
-    head = len(_MAGIC) + _DIGEST_BYTES
-    if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) < head:
-        raise PlanBytesError("not a plan: shorter than its header")
-    data = bytes(data)
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise PlanBytesError(f"not a plan of this version: begins with {data[: len(_MAGIC)]!r}")
-    body = data[head:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != data[len(_MAGIC) : head]:
-        raise PlanBytesError("plan is truncated or altered: its digest differs")
     try:
-        inflate = zlib.decompressobj()
-        plain = inflate.decompress(body, MAX_BYTES)
-        if not inflate.eof or inflate.unused_data:
-            raise PlanBytesError(f"plan is incomplete or unpacks to more than {MAX_BYTES} bytes")
+        plain = unseal(data, _MAGIC, what="a plan", limit=MAX_BYTES, error=LayoutError)
         return _rebuild(msgspec.msgpack.decode(plain, type=_Plan))
-    except (zlib.error, msgspec.MsgspecError, LayoutError, ValueError, OverflowError) as error:
-        raise PlanBytesError(f"plan does not decode: {error}") from error
     except PlanBytesError:
         raise
     except PlanError as error:
         raise PlanBytesError(f"plan breaks a law: {error}") from error
+    except (LayoutError, msgspec.MsgspecError, ValueError, OverflowError) as error:
+        raise PlanBytesError(f"no plan: {error}") from error
 
 
 def _plain(plan: Plan) -> bytes:
@@ -107,9 +94,9 @@ def _plain(plan: Plan) -> bytes:
             plan.bound_link,
             plan.optimum_s,
             plan.load_s,
-            _pack(np.array(routes, dtype=np.int64).reshape(-1, 4)),
-            _pack(np.concatenate(runs) if runs else np.empty((0, 4), dtype=np.int64)),
-            _pack(np.array(hops, dtype=np.int64).reshape(-1, 3)),
+            pack_table(np.array(routes, dtype=np.int64).reshape(-1, 4)),
+            pack_table(np.concatenate(runs) if runs else np.empty((0, 4), dtype=np.int64)),
+            pack_table(np.array(hops, dtype=np.int64).reshape(-1, 3)),
         )
     )
 
@@ -118,9 +105,10 @@ def _rebuild(packed: _Plan) -> Plan:
     from transfer_exec.plan import Hop, Plan, Route, Stage
 
     workers = packed.holders + packed.needers
-    routes = _unpack(packed.routes, 4)
-    runs = _unpack(packed.runs, 4)
-    hops = _unpack(packed.hops, 3)
+    budget = Budget(MAX_NUMBERS)
+    routes, runs, hops = (
+        _unpack(table, columns, budget) for table, columns in ((packed.routes, 4), (packed.runs, 4), (packed.hops, 3))
+    )
     _check_rows(routes, runs, hops, len(workers))
     stages = list(Stage)
     steps = [Hop(stages[stage], workers[source], workers[target]) for stage, source, target in hops.tolist()]
@@ -171,14 +159,7 @@ def _check_rows(routes: IdArray, runs: IdArray, hops: IdArray, workers: int) -> 
         raise PlanBytesError(f"runs reach past {MAX_ELEMENTS} or have more than {MAX_STRETCHES} stretches")
 
 
-def _pack(rows: IdArray) -> bytes:
-    deltas = np.diff(rows, axis=0, prepend=np.zeros((1, rows.shape[1]), dtype=np.int64))
-    return np.ascontiguousarray(((deltas << 1) ^ (deltas >> 63)).T).astype("<i8").tobytes()
-
-
-def _unpack(data: bytes, columns: int) -> IdArray:
-    if len(data) % (8 * columns):
-        raise PlanBytesError(f"a table of {len(data)} bytes does not have {columns} columns")
-    packed = np.frombuffer(data, dtype="<u8").reshape(columns, -1).T
-    deltas = (packed >> np.uint64(1)).astype(np.int64) ^ -(packed & np.uint64(1)).astype(np.int64)
-    return np.cumsum(deltas, axis=0, dtype=np.int64)
+def _unpack(packed: Packed, columns: int, budget: Budget) -> IdArray:
+    if packed.columns != columns:
+        raise PlanBytesError(f"a table has {packed.columns} columns, expected {columns}")
+    return unpack_table(packed, budget, LayoutError)

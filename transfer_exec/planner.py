@@ -69,6 +69,7 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
     bound = lower_bound(demands, links)
     division = balance(demands, links, bound_s=bound.seconds)
     routes = make_routes(correspondence, demands, division.shares, links)
+    load_s = largest_load_s(routes, links)
     plan = Plan(
         space_digest=correspondence.space.digest(),
         holders=correspondence.holders,
@@ -79,8 +80,9 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
         buffer_bytes=buffer_bytes,
         lower_bound_s=bound.seconds,
         bound_link=bound.link,
-        optimum_s=division.optimum_s,
-        load_s=largest_load_s(routes, links),
+        # The solver is off by its tolerance; a bound from below and a plan from above are exact.
+        optimum_s=max(bound.seconds, min(division.optimum_s, load_s)),
+        load_s=load_s,
     )
     check_demand(plan, correspondence)
     return plan

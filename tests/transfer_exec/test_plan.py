@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 
 from layout_algebra.correspondence import correspond
 from layout_algebra.runs import RunTable
+from layout_algebra.sealed_bytes import Packed, pack_table, seal
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.errors import PlanBytesError, PlanError
@@ -253,14 +252,11 @@ def forged(**changes: object) -> bytes:
 
     fields = msgspec.msgpack.decode(_plain(plan_of(route(range(1, 30, 3), *FULL))), type=_Plan)
     values = {name: changes.get(name, getattr(fields, name)) for name in _Plan.__struct_fields__}
-    body = zlib.compress(msgspec.msgpack.encode(_Plan(**values)))  # type: ignore[arg-type]
-    return b"TLPLAN\x00\x01" + hashlib.blake2b(body, digest_size=16).digest() + body
+    return seal(b"TLPLAN\x00\x01", msgspec.msgpack.encode(_Plan(**values)))  # type: ignore[arg-type]
 
 
-def zigzag(rows: list[list[int]]) -> bytes:
-    array = np.array(rows, dtype=np.int64)
-    deltas = np.diff(array, axis=0, prepend=np.zeros((1, array.shape[1]), dtype=np.int64))
-    return ((deltas << 1) ^ (deltas >> 63)).T.astype("<i8").tobytes()
+def table(rows: list[list[int]]) -> Packed:
+    return pack_table(np.array(rows, dtype=np.int64))
 
 
 HOP_ROWS = [[0, 0, 2], [1, 2, 5], [2, 2, 3], [2, 5, 4]]
@@ -269,19 +265,21 @@ HOP_ROWS = [[0, 0, 2], [1, 2, 5], [2, 2, 3], [2, 5, 4]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": zigzag([[1, 1, 3, 1 << 40]])}, "runs reach past|stretches"),
-        ({"runs": zigzag([[1, 1, 1, 1 << 35]])}, "stretches"),
-        ({"runs": zigzag([[1, 1 << 62, 3, 1]])}, "outside 1.."),
-        ({"runs": zigzag([[-1, 1, 3, 2]])}, "outside 1.."),
-        ({"runs": zigzag([[1, 1, 1, 5]])}, "not in normal form"),
-        ({"runs": b"123"}, "3 bytes does not have 4 columns"),
-        ({"routes": zigzag([[2, 2, 0, 4]])}, "do not add up"),
-        ({"routes": zigzag([[-1, 2, 0, 4]])}, "that are not there"),
-        ({"routes": zigzag([[1, 2, 6, 4]])}, "number is outside 0:6"),
-        ({"hops": zigzag([[3, 0, 2], *HOP_ROWS[1:]])}, "a hop has no stage"),
-        ({"hops": zigzag([[0, 0, -2], *HOP_ROWS[1:]])}, "number is outside 0:6"),
-        ({"hops": zigzag([[0, 1, 2], *HOP_ROWS[1:]])}, "breaks a law.*t1 sends to a0"),
-        ({"rounds": "three"}, "does not decode"),
+        ({"runs": table([[1, 1, 3, 1 << 40]])}, "runs reach past|stretches"),
+        ({"runs": table([[1, 1, 1, 1 << 35]])}, "stretches"),
+        ({"runs": table([[1, 1 << 62, 3, 1]])}, "outside 1.."),
+        ({"runs": table([[-1, 1, 3, 2]])}, "outside 1.."),
+        ({"runs": table([[1, 1, 1, 5]])}, "not in normal form"),
+        ({"runs": table([[1, 1, 3]])}, "a table has 3 columns, expected 4"),
+        ({"runs": Packed(1 << 40, 4, b"\0\0\0\0")}, "numbers than the"),
+        ({"runs": Packed(1, 4, b"123")}, "no plan: "),
+        ({"routes": table([[2, 2, 0, 4]])}, "do not add up"),
+        ({"routes": table([[-1, 2, 0, 4]])}, "that are not there"),
+        ({"routes": table([[1, 2, 6, 4]])}, "number is outside 0:6"),
+        ({"hops": table([[3, 0, 2], *HOP_ROWS[1:]])}, "a hop has no stage"),
+        ({"hops": table([[0, 0, -2], *HOP_ROWS[1:]])}, "number is outside 0:6"),
+        ({"hops": table([[0, 1, 2], *HOP_ROWS[1:]])}, "breaks a law.*t1 sends to a0"),
+        ({"rounds": "three"}, "no plan: "),
         ({"nodes": (0,)}, "breaks a law"),
     ],
 )
