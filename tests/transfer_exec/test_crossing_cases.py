@@ -69,7 +69,7 @@ def crossed(
     for position, name in enumerate(space.names):
         start, stop = space.id_range(name)
         value[start:stop] = np.arange(stop - start) + 1000 * position
-    memory = {w: {p: value[ids] for p, ids in layouts.items()} for w, layouts in held.items()}
+    memory = {w: {p: np.array(value[ids]) for p, ids in layouts.items()} for w, layouts in held.items()}
     memory |= {w: {p: np.full(i.shape, 99, np.float32) for p, i in layouts.items()} for w, layouts in needed.items()}
     report = run_in_process(plan, maps, memory, inspect=poison)
     return Crossed(plan, report, memory, maps)
@@ -94,17 +94,18 @@ def test_t08_strided_sources_and_targets() -> None:
     """Columns, transposes, reversed and broadcast sources; targets inside larger memory; guard bytes stay."""
     space = space_of(a=("F32", 3, 2))
     ids = ids_of(space, "a")
-    base = np.arange(12, dtype=np.float32).reshape(3, 4)
-    sources = {"columns": base[:, ::2], "transpose": np.array([[0, 4, 8], [2, 6, 10]], dtype=np.float32).T}
-    sources["reversed"] = base[::-1, ::-2][::-1, ::-1][:, :2].copy()[::-1][::-1]
-    expected = [[0, 2], [4, 6], [8, 10]]
+    expected = np.array([[0, 2], [4, 6], [8, 10]], dtype=np.float32)
+    sources = {
+        "columns": np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2],
+        "transposed": expected.T.copy().T,
+        "reversed": expected[::-1, ::-1].copy()[::-1, ::-1],
+    }
     for name, source in sources.items():
-        source = source if name != "reversed" else np.array(expected, dtype=np.float32)[::-1, ::-1].copy()[::-1, ::-1]
-        assert source.tolist() == expected
+        assert source.tolist() == expected.tolist()
         for cut in (slice(1, 3), slice(2, 0, -1), slice(0, 4, 2)):
             buf = np.full((3, 4), 7, dtype=np.float32)
             run_pair(space, ids, source, buf[:, cut])
-            assert buf[:, cut].tolist() == expected, (name, cut)
+            assert buf[:, cut].tolist() == expected.tolist(), (name, cut)
             assert sorted(buf.reshape(-1).tolist()) == sorted([7.0] * 6 + [0, 2, 4, 6, 8, 10])
 
 
@@ -129,7 +130,7 @@ def test_t08_broadcast_sources_are_read_and_broadcast_targets_refused() -> None:
     source = np.ones((3, 2), dtype=np.float32)
     line = np.zeros(2, dtype=np.float32)
     overlapping = np.lib.stride_tricks.as_strided(line, (3, 2), (0, 4))
-    with pytest.raises(ProgramError, match="a on engine/0/0: .*overlaps itself"):
+    with pytest.raises(ProgramError, match=r"a on engine/0/0: .*overlaps itself"):
         run_pair(space, ids, source, overlapping)
     assert line.tolist() == [0, 0]
 
@@ -282,9 +283,6 @@ def test_p05_replicated_kv_heads() -> None:
         kv = slice(2 * (r // 2), 2 * (r // 2) + 2)
         needed[f"engine/0/{r}"] = {"qkv": np.concatenate([q[2 * r : 2 * r + 2], k[kv], v[kv]]), "n": norm[kv]}
     done = crossed(space, held, needed, workers_per_node=4, buffer_bytes=16)
-    assert done.memory["engine/0/3"]["qkv"].tolist() == [3006, 3007, 2, 3, 4002, 4003][:0] + list(
-        expected_p05(space, 3)
-    )
     for r in range(4):
         assert done.memory[f"engine/0/{r}"]["qkv"].tolist() == expected_p05(space, r)
     assert np.array_equal(done.memory["engine/0/2"]["qkv"][2:], done.memory["engine/0/3"]["qkv"][2:])
