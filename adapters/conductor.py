@@ -104,9 +104,7 @@ class Conductor:
         Of every step.
     """
 
-    def __init__(
-        self, trainers: Sequence[str], send: Callable[[str, ToLead], None], *, deadline_s: float
-    ) -> None:
+    def __init__(self, trainers: Sequence[str], send: Callable[[str, ToLead], None], *, deadline_s: float) -> None:
         self._trainers = tuple(trainers)
         self._steps = Steps(send, deadline_s=deadline_s)
         self._topology: Topology | None = None
@@ -139,50 +137,53 @@ class Conductor:
     # The thread
 
     def _run(self) -> None:
-        waiting_since = 0.0
+        waiting_since: float | None = None
         while True:
             try:
                 self._steps.listen(_LISTEN_S)
                 calls = self._steps.calls
                 if not calls:
-                    waiting_since = time.monotonic()
                     continue
-                self._check_calls(calls, time.monotonic() - waiting_since)
-                if len(calls) == len(self._trainers):
+                waiting_since = waiting_since or time.monotonic()
+                if self._check_calls(calls, time.monotonic() - waiting_since):
                     self._conduct(calls)
+                    waiting_since = None
             except ClosedError:
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainers that called must hear of it
                 self._fail(error)
+                waiting_since = None
 
     def _fail(self, error: Exception) -> None:
         _log.debug("a transaction failed", exc_info=error)
         self._steps.end_all(failure_of(error, ""))
 
-    def _check_calls(self, calls: Mapping[str, Call], waited_s: float) -> None:
-        """Raise what keeps a collective call from beginning."""
-        first = next(iter(calls.values()))
-        failed = next((call.failure for call in calls.values() if call.failure is not None), None)
-        other = next((call for call in calls.values() if call.intent != first.intent), None)
-        if failed is None and other is None and waited_s < self._steps.deadline_s:
-            return
-        self._steps.open()
-        if failed is not None:
-            raise_failure(failed)
-        if other is not None:
-            raise DisagreementError(
-                f"{first.worker} called {_shown(first)}, {other.worker} called {_shown(other)}; every trainer rank "
-                "must make the same call"
-            )
+    def _check_calls(self, calls: Mapping[str, Call], waited_s: float) -> bool:
+        """Whether every trainer has called; raises what keeps the call from beginning.
+
+        Nothing is raised before all are there, or the deadline is over: a rank that has not called would not hear it.
+        """
         missing = [worker for worker in self._trainers if worker not in calls]
+        if missing and waited_s < self._steps.deadline_s:
+            return False
+        self._steps.open()
+        first = next(iter(calls.values()))
+        for call in calls.values():
+            if call.failure is not None:
+                raise_failure(call.failure)
+            if call.intent != first.intent:
+                raise DisagreementError(
+                    f"{first.worker} called {_shown(first)}, {call.worker} called {_shown(call)}; every trainer rank "
+                    "must make the same call"
+                )
         if missing:
             raise DeadlineError(
                 f"{', '.join(missing)} did not call {_shown(first)} within {self._steps.deadline_s:g} s; it is "
                 "collective over the trainers"
             )
+        return True
 
     def _conduct(self, calls: Mapping[str, Call]) -> None:
-        self._steps.open()
         call = calls[self._trainers[0]]
         match call.intent:
             case ConnectIntent():
@@ -346,9 +347,7 @@ class Conductor:
         report = gather_report(connection, moved, self._by_worker(results))
         self._steps.end(TRAINERS, None, report_bytes(report))
 
-    def _compare(
-        self, sent: Digests, moved: Mapping[str, Result | None], groups: Sequence[str]
-    ) -> dict[str, Failure]:
+    def _compare(self, sent: Digests, moved: Mapping[str, Result | None], groups: Sequence[str]) -> dict[str, Failure]:
         """Engines whose digests differ from the trainers', and why they must not be used."""
         assert self._connection is not None
         failures = {}

@@ -48,6 +48,7 @@ DEFAULT_BUFFER_BYTES = 256 << 20
 MAX_VERSION = 1 << 40
 
 _WAIT_SHARE = 0.8
+"""Of the deadline, for waits on this rank alone, so that the others hear why before their own wait ends."""
 
 
 @runtime_checkable
@@ -325,7 +326,7 @@ class SenderAdapter:
         """What keeps this rank from sending; the other ranks must hear of it too."""
         try:
             if ready_event is not None:
-                _wait_for(ready_event, self._deadline_s)
+                _wait_for(ready_event, self._deadline_s * _WAIT_SHARE)
             self._duties.check_storage()
         except (TransferError, LayoutError) as error:
             return failure_of(error, self._station.worker)

@@ -127,8 +127,9 @@ class Uplink:
 
     def close(self) -> None:
         """End the attempt or the connection."""
-        if self._socket is not None:
+        if self._socket is not None and self._monitor is not None:
             self._socket.disable_monitor()
+            self._monitor.close(0)
             self._socket.close(_LINGER_MS)
         self._socket = self._monitor = None
         self.joined = False

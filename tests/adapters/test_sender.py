@@ -1,0 +1,406 @@
+"""Connect and send as trainers see them: what arrives, and what is refused on every rank before a byte moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.failures import (
+    CoverageError,
+    DisagreementError,
+    StaleError,
+    UsageError,
+    VerificationError,
+    VersionError,
+)
+from adapters.sender import SenderAdapter
+from layout_algebra.errors import CorrespondenceError, LoaderRaisedError, LoaderWroteNothingError, UnsupportedDtypeError
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.adapters.crew import Crew, wait_for
+from tests.adapters.toy import SPACE, Holding, copy_of, rollout, same_bits, trainer, weights
+from transfer_exec.errors import BudgetError, DeadlineError, UnheldError
+
+
+def errors_of(crew: Crew, call: object) -> list[Exception]:
+    """Every trainer's error; fails the test if one has none."""
+    outcomes = crew.trainers(call)  # type: ignore[arg-type]
+    assert all(outcome.error is not None for outcome in outcomes), [outcome.value for outcome in outcomes]
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def check_refused(crew: Crew, call: object, kind: type[Exception], *words: str) -> None:
+    """All ranks raise this error with these words, and no rollout's bits change."""
+    before = {name: copy_of(one.holding.tensors) for name, one in crew.rollouts.items()}
+    for error in errors_of(crew, call):
+        assert type(error) is kind, repr(error)
+        for word in words:
+            assert word in str(error), str(error)
+    for name, one in crew.rollouts.items():
+        assert same_bits(one.holding.tensors, before[name]), name
+        assert one.adapter.state.value == "idle"
+
+
+def test_versions_arrive_bit_for_bit_at_engines_of_other_layouts(tmp_path: Path) -> None:
+    with Crew(
+        tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(r, 2) for r in range(2)], "b": [rollout(0, 1)]}
+    ) as crew:
+        report = crew.connect()[0]
+        assert report.engines == ("a", "b")
+        assert report.worker("engine/a/0").needed_bytes == 2 * (30 + 24 + 24 + 8 + 6)
+        assert report.worker("engine/a/0").empty == ("table",)
+        for version in (3, 4, 9):
+            sent = crew.send(version)[0]
+            for name, one in crew.rollouts.items():
+                assert one.updates[-1].version == version == one.adapter.version
+                assert same_bits(one.holding.tensors, one.holding.expected(version)), name
+                assert sent.bytes_received(f"engine/{name}") == report.worker(f"engine/{name}").bytes_received
+            assert sent.measures is not None
+            assert 0 < sent.measures.rollout_pause_s <= sent.measures.ewtt_s
+        assert [sender.version for sender in crew.senders] == [9, 9]
+
+
+def test_values_changed_in_place_are_what_is_sent(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.send(1)
+        crew.holdings[0].tensors["norm"].fill_(0.5)
+        crew.trainers(lambda sender, rank: sender.send_weights(2).result())
+        assert crew.rollouts["a/0"].holding.tensors["norm"].tolist() == [0.5] * 6
+
+
+def test_connect_restores_every_bit_of_both_sides(tmp_path: Path) -> None:
+    held, got = trainer(0, 1), rollout(0, 1)
+    held.fill(1)
+    got.fill(2)
+    before = copy_of(held.tensors), copy_of(got.tensors)
+    with Crew(tmp_path, [held], {"a": [got]}) as crew:
+        crew.connect()
+        assert same_bits(held.tensors, before[0])
+        assert same_bits(got.tensors, before[1])
+
+
+def test_a_rank_that_holds_nothing_takes_part(tmp_path: Path) -> None:
+    empty = Holding({}, lambda live, pairs: None)
+    with Crew(tmp_path, [trainer(0, 1), empty, trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.holdings[0].fill(1)
+        crew.holdings[2].fill(1)
+        report = crew.trainers(lambda sender, rank: sender.send_weights(1).result())[1]
+        assert report.error is None
+        assert report.value.bytes_sent("trainer/1") == 0
+        one = crew.rollouts["a/0"]
+        assert same_bits(one.holding.tensors, one.holding.expected(1))
+
+
+def test_ready_event_is_waited_for(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        filled = threading.Event()
+
+        def fill_late() -> None:
+            time.sleep(0.05)
+            crew.holdings[0].fill(5)
+            filled.set()
+
+        threading.Thread(target=fill_late).start()
+        crew.trainers(lambda sender, rank: sender.send_weights(5, ready_event=filled).result())
+        one = crew.rollouts["a/0"]
+        assert same_bits(one.holding.tensors, one.holding.expected(5))
+
+
+def test_ready_event_that_never_happens_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}, deadline_s=8) as crew:
+        crew.connect()
+        events = [threading.Event(), None]
+        check_refused(
+            crew,
+            lambda sender, rank: sender.send_weights(1, ready_event=events[rank]),
+            DeadlineError,
+            "ready_event",
+            "trainer/0",
+        )
+
+
+def test_needed_elements_that_nobody_holds(tmp_path: Path) -> None:
+    held = [trainer(r, 2, without=("layer.1.w", "norm")) for r in range(2)]
+    with Crew(tmp_path, held, {"a": [rollout(r, 2) for r in range(2)]}) as crew:
+        check_refused(
+            crew,
+            lambda sender, rank: sender.connect(["a"]),
+            UnheldError,
+            "layer.1.w",
+            "norm (all 6 elements)",
+            "engine/a/0, engine/a/1",
+            "allow_partial",
+        )
+        report = crew.connect(allow_partial=["layer.1.w", "norm"])[0]
+        assert report.kept == (
+            "engine/a/0: norm",
+            "engine/a/0: stack",
+            "engine/a/1: norm",
+            "engine/a/1: stack",
+        )
+        for one in crew.rollouts.values():
+            one.holding.tensors["stack"][1].fill_(7)
+            one.holding.tensors["norm"].fill_(8)
+        crew.send(1)
+        for one in crew.rollouts.values():
+            expected = one.holding.expected(1)
+            assert torch.equal(one.holding.tensors["stack"][0], expected["stack"][0])
+            assert torch.equal(one.holding.tensors["embed"], expected["embed"])
+            assert set(one.holding.tensors["stack"][1].flatten().tolist()) == {7}
+            assert set(one.holding.tensors["norm"].tolist()) == {8}
+
+
+def test_no_checkpoint_name_in_common(tmp_path: Path) -> None:
+    def load(live: dict[str, torch.Tensor], pairs: object) -> None:
+        for name, tensor in pairs:  # type: ignore[attr-defined]
+            if name in live:
+                live[name].copy_(tensor)
+
+    held = Holding({"norm": torch.zeros(6, dtype=torch.bfloat16)}, load)
+    got = Holding({"layer.0.b": torch.zeros(8, dtype=torch.bfloat16)}, load)
+    with Crew(tmp_path, [held], {"a": [got]}) as crew:
+        check_refused(
+            crew,
+            lambda sender, rank: sender.connect(["a"]),
+            CoverageError,
+            "no checkpoint tensor in common",
+            "norm",
+            "layer.0.b",
+        )
+
+
+def test_a_rollout_whose_loader_knows_few_names(tmp_path: Path) -> None:
+    space = CheckpointSpace([TensorSpec(n, (4,), "BF16") for n in ("m.l.0.w", "m.l.1.w", "n.w")])
+
+    def load_all(live: dict[str, torch.Tensor], pairs: object) -> None:
+        for name, tensor in pairs:  # type: ignore[attr-defined]
+            live[name].copy_(tensor)
+
+    def load_one(live: dict[str, torch.Tensor], pairs: object) -> None:
+        live["l.0.w"].copy_(dict(pairs)["m.l.0.w"])  # type: ignore[call-overload]
+
+    held = Holding({spec.name: torch.zeros(4, dtype=torch.bfloat16) for spec in space.specs}, load_all)
+    got = Holding({n: torch.zeros(4, dtype=torch.bfloat16) for n in ("l.0.w", "l.1.w", "n.w")}, load_one)
+    with Crew(tmp_path, [held], {"a": [got]}, checkpoint=space) as crew:
+        check_refused(
+            crew,
+            lambda sender, rank: sender.connect(["a"]),
+            CoverageError,
+            "filled 1 of 3 parameters",
+            "l.1.w, n.w got nothing",
+            "2 checkpoint tensors: m.l.1.w, n.w",
+        )
+        report = crew.connect(allow_partial=["l.1.w", "n.w"])[0]
+        assert report.unused["engine/a"] == ("m.l.1.w", "n.w")
+
+
+def test_a_rollout_loader_that_raises_is_raised_on_every_trainer_and_the_engine_goes_on(tmp_path: Path) -> None:
+    def load(live: dict[str, torch.Tensor], pairs: object) -> None:
+        raise KeyError("no such layer")
+
+    got = [rollout(0, 2), Holding(rollout(1, 2).tensors, load)]
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": got}) as crew:
+        check_refused(
+            crew, lambda sender, rank: sender.connect(["a"]), LoaderRaisedError, "engine/a/1", "no such layer"
+        )
+        ticks = crew.rollouts["a/0"].adapter._session.counter
+        wait_for(lambda: crew.rollouts["a/0"].adapter._session.counter > ticks + 3)
+        assert crew.rollouts["a/1"].errors == []
+        assert "no such layer" in crew.rollouts["a/1"].adapter.last_failure
+        assert not crew.rollouts["a/1"].adapter.connected
+
+
+def test_a_trainer_loader_that_writes_nothing(tmp_path: Path) -> None:
+    held = [trainer(0, 2), Holding(trainer(1, 2).tensors, lambda live, pairs: None)]
+    with Crew(tmp_path, held, {"a": [rollout(0, 1)]}) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a"]), LoaderWroteNothingError, "trainer/1")
+
+
+def test_a_dtype_that_cannot_be_probed(tmp_path: Path) -> None:
+    space = CheckpointSpace([TensorSpec("w", (4,), "C64")])
+    held = Holding({"w": torch.zeros(4, dtype=torch.complex64)}, lambda live, pairs: None)
+    with Crew(tmp_path, [held], {"a": [held.fresh()]}, checkpoint=space) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a"]), UnsupportedDtypeError, "w")
+
+
+def test_wider_holders_need_cast(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1, dtype=torch.float32)], {"a": [rollout(0, 1)]}) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a"]), CorrespondenceError, "cast=True", "trainer/0")
+
+
+def test_cast_rounds_to_nearest_even(tmp_path: Path) -> None:
+    held = trainer(0, 1, dtype=torch.float32)
+    with Crew(tmp_path, [held], {"a": [rollout(0, 1)]}, cast=True) as crew:
+        crew.connect()
+        generator = torch.Generator().manual_seed(1)
+        for tensor in held.tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        crew.trainers(lambda sender, rank: sender.send_weights(1).result())
+        got = crew.rollouts["a/0"].holding.tensors
+        assert torch.equal(got["norm"], held.tensors["norm"].to(torch.bfloat16))
+        assert torch.equal(got["embed"][:10], held.tensors["embed"].to(torch.bfloat16))
+
+
+def test_a_budget_too_small_for_one_element(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a"], buffer_bytes=1), BudgetError, "1")
+
+
+def test_many_rounds_run_the_hooks_once(tmp_path: Path) -> None:
+    ran: list[str] = []
+    hooks = {"before_update_hook": lambda: ran.append("before"), "after_update_hook": lambda: ran.append("after")}
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}, hooks=hooks) as crew:
+        assert crew.connect(buffer_bytes=16)[0].rounds > 10
+        assert ran == []
+        crew.send(1)
+        assert ran == ["before", "after"]
+        one = crew.rollouts["a/0"]
+        assert same_bits(one.holding.tensors, one.holding.expected(1))
+
+
+def test_storage_replaced_on_a_trainer(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.holdings[1].tensors["norm"] = crew.holdings[1].tensors["norm"].clone()
+        check_refused(
+            crew, lambda sender, rank: sender.send_weights(1), StaleError, "norm on trainer/1", "replaced since connect"
+        )
+        crew.connect()
+        crew.send(1)
+        assert crew.rollouts["a/0"].adapter.version == 1
+
+
+def test_dtype_changed_on_a_trainer(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.holdings[0].tensors["norm"] = crew.holdings[0].tensors["norm"].float()
+        check_refused(crew, lambda sender, rank: sender.send_weights(1), StaleError, "norm", "torch.float32")
+
+
+def test_storage_replaced_on_a_rollout(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(r, 2) for r in range(2)]}) as crew:
+        crew.connect()
+        old = crew.rollouts["a/1"].holding.tensors["stack"]
+        crew.rollouts["a/1"].holding.tensors["stack"] = torch.ones(2, 8, 3, dtype=torch.bfloat16).transpose(1, 2)
+        check_refused(
+            crew,
+            lambda sender, rank: sender.send_weights(1),
+            StaleError,
+            "stack on engine/a/1",
+            "strides",
+            "connect again",
+        )
+        assert not old.any()
+
+
+def test_tables_that_take_no_part_may_move(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.rollouts["a/0"].holding.tensors["table"] = torch.zeros(99)
+        crew.send(1)
+        assert crew.rollouts["a/0"].adapter.version == 1
+
+
+def test_a_version_that_is_not_newer(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.send(5)
+        for version in (5, 4):
+            check_refused(
+                crew,
+                lambda sender, rank, v=version: sender.send_weights(v),
+                VersionError,
+                f"version {version}",
+                "5",
+                "engine/a",
+            )
+        crew.send(6)
+
+
+def test_ranks_that_name_different_versions(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        check_refused(
+            crew,
+            lambda sender, rank: sender.send_weights(3 + rank),
+            DisagreementError,
+            "send_weights(3)",
+            "send_weights(4)",
+            "trainer/0",
+            "trainer/1",
+        )
+        crew.send(3)
+
+
+def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}, deadline_s=5) as crew:
+        crew.connect()
+        with pytest.raises(DeadlineError, match=r"trainer/1 did not call send_weights\(1\)"):
+            crew.senders[0].send_weights(1)
+        # The end of the failed call must reach the late rank first, or it is told that it came late.
+        time.sleep(0.3)
+        crew.send(1)
+
+
+def test_send_before_connect(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        check_refused(crew, lambda sender, rank: sender.send_weights(1), StaleError, "send_weights before connect")
+
+
+def test_an_engine_that_does_not_come(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}, deadline_s=5) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a", "z"]), DeadlineError, "engine/z did not come")
+
+
+def test_replicas_that_differ_are_not_sent(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1), trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        crew.holdings[0].fill(1)
+        crew.holdings[1].fill(1)
+        crew.holdings[1].tensors["embed"][3, 2] += 1
+        check_refused(
+            crew,
+            lambda sender, rank: sender.send_weights(1),
+            VerificationError,
+            "trainer/0 and trainer/1",
+            "their bits differ",
+        )
+
+
+def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
+    held = trainer(0, 1)
+
+    def make(**options: object) -> SenderAdapter:
+        arguments = {"rank": 0, "world_size": 1, "rendezvous": tmp_path, **options}
+        return SenderAdapter(held.load_weights, held.parameters, SPACE, **arguments)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match=r"staging=True is not available yet; pass staging=False"):
+        make(staging=True)
+    with pytest.raises(UsageError, match=r"transport 'rdma'"):
+        make(transport="rdma")
+    with pytest.raises(UsageError, match=r"verify is 'maybe'"):
+        make(verify="maybe")
+    with pytest.raises(UsageError, match=r"rank 3 of world_size 1"):
+        make(rank=3)
+    sender = make()
+    try:
+        with pytest.raises(UsageError, match=r"version is 'one'"):
+            sender.send_weights("one")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"metadata cannot travel"):
+            sender.send_weights(1, metadata=object())  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"at least one engine"):
+            sender.connect([])
+        with pytest.raises(UsageError, match=r"engine name 'a/b'"):
+            sender.connect(["a/b"])
+    finally:
+        sender.close()
+
+
+def test_weights_of_versions_differ() -> None:
+    assert not same_bits(weights(1), weights(2))
