@@ -1,20 +1,27 @@
 """A program as bytes: compact, versioned, checked, and harmless when they come from a stranger.
 
-Layout: 8 bytes of magic and version, 16 bytes of BLAKE2b over the rest, then a zlib stream of one msgpack array.
-Tables travel as zigzag deltas from row to row. A decoded program is checked row by row against its own tensors and
-buffers, so that no bytes make a kernel leave memory that the program is bound to.
+In an envelope (``layout_algebra.sealed_bytes``) lies one msgpack array, whose tables are kept as differences from row
+to row. A decoded program is checked row by row against its own tensors and buffers, so that no bytes make a kernel
+leave memory that the program is bound to.
 """
 
 from __future__ import annotations
-
-import hashlib
-import zlib
 
 import msgspec
 import numpy as np
 
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import LayoutError
+from layout_algebra.sealed_bytes import (
+    Budget,
+    Packed,
+    pack_column,
+    pack_table,
+    seal,
+    unpack_column,
+    unpack_table,
+    unseal,
+)
 from transfer_exec.conversions import CODES, SOURCE_BYTES, TARGET_BYTES
 from transfer_exec.descriptors import DescriptorTable
 from transfer_exec.errors import ProgramError
@@ -34,9 +41,10 @@ from transfer_exec.program import (
 from transfer_exec.regions import Buffer
 
 _MAGIC = b"TLPROG\x00\x01"
-_DIGEST_BYTES = 16
 MAX_BYTES = 1 << 31
 """Largest unpacked size that ``decode_program`` accepts."""
+MAX_NUMBERS = 1 << 28
+"""Most integers, over all tables, that ``decode_program`` accepts."""
 _MAX_SPAN = 1 << 56
 """No index, offset or extent of a row may exceed this, so that sums of products stay inside int64 as floats show."""
 
@@ -59,8 +67,8 @@ class _Tensor(msgspec.Struct, array_like=True, frozen=True):
 
 class _Table(msgspec.Struct, array_like=True, frozen=True):
     buffer: int
-    rows: bytes
-    bounds: bytes
+    rows: Packed
+    bounds: Packed
 
 
 class _Program(msgspec.Struct, array_like=True, frozen=True):
@@ -75,7 +83,7 @@ class _Program(msgspec.Struct, array_like=True, frozen=True):
     descriptors: tuple[_Table, ...]
     pack: _Table
     assemble: _Table
-    arriving: bytes
+    arriving: Packed
 
 
 def plain_program(program: Program) -> bytes:
@@ -91,20 +99,19 @@ def plain_program(program: Program) -> bytes:
             tuple(_step(step) for step in program.instructions),
             tuple(_Tensor(each.name, each.shape, each.dtype, each.staged) for each in program.tensors),
             tuple(
-                _Table(table.buffer.value, _pack(table.rows.astype(np.int64)), _pack(table.bounds[:, None]))
+                _Table(table.buffer.value, pack_table(table.rows.astype(np.int64)), pack_column(table.bounds))
                 for table in program.descriptors
             ),
-            _Table(0, _pack(program.pack.rows), _pack(program.pack.bounds[:, None])),
-            _Table(0, _pack(program.assemble.rows), _pack(program.assemble.bounds[:, None])),
-            _pack(program.arriving.T),
+            _Table(0, pack_table(program.pack.rows), pack_column(program.pack.bounds)),
+            _Table(0, pack_table(program.assemble.rows), pack_column(program.assemble.bounds)),
+            pack_table(program.arriving.T),
         )
     )
 
 
 def encode_program(program: Program) -> bytes:
     """Serialize a program."""
-    body = zlib.compress(plain_program(program), 6)
-    return _MAGIC + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+    return seal(_MAGIC, plain_program(program))
 
 
 def decode_program(data: bytes) -> Program:
@@ -115,24 +122,12 @@ def decode_program(data: bytes) -> Program:
     ProgramError
         For anything that ``encode_program`` of this version did not write, and for a row that leaves its memory.
     """
-    head = len(_MAGIC) + _DIGEST_BYTES
-    if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) < head:
-        raise ProgramError("not a program: shorter than its header")
-    data = bytes(data)
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise ProgramError(f"not a program of this version: begins with {data[: len(_MAGIC)]!r}")
-    body = data[head:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != data[len(_MAGIC) : head]:
-        raise ProgramError("program is truncated or altered: its digest differs")
     try:
-        inflate = zlib.decompressobj()
-        plain = inflate.decompress(body, MAX_BYTES)
-        if not inflate.eof or inflate.unused_data:
-            raise ProgramError(f"program is incomplete or unpacks to more than {MAX_BYTES} bytes")
+        plain = unseal(data, _MAGIC, what="a program", limit=MAX_BYTES, error=LayoutError)
         program = _rebuild(msgspec.msgpack.decode(plain, type=_Program))
         check_program(program)
-    except (zlib.error, msgspec.MsgspecError, LayoutError, ValueError, OverflowError) as error:
-        raise ProgramError(f"program does not decode: {error}") from error
+    except (msgspec.MsgspecError, LayoutError, ValueError, OverflowError) as error:
+        raise ProgramError(f"these bytes are no program: {error}") from error
     return program
 
 
@@ -262,7 +257,16 @@ def _instruction(step: _Step) -> Instruction:
 def _rebuild(packed: _Program) -> Program:
     if any(step.kind in ("write", "exchange") and not (step.workers and step.flags) for step in packed.steps):
         raise ProgramError(f"{packed.worker}: a write names no peer")
-    width = len(Column)
+    budget = Budget(MAX_NUMBERS)
+
+    def rows_of(table: Packed, columns: int) -> IdArray:
+        if table.columns != columns:
+            raise ProgramError(f"{packed.worker}: a table has {table.columns} columns; expected {columns}")
+        return unpack_table(table, budget, LayoutError)
+
+    def gather(table: _Table) -> GatherTable:
+        return GatherTable(rows_of(table.rows, len(Column)), unpack_column(table.bounds, budget, LayoutError))
+
     return Program(
         worker=packed.worker,
         plan_digest=packed.plan_digest,
@@ -273,27 +277,14 @@ def _rebuild(packed: _Program) -> Program:
         instructions=tuple(_instruction(step) for step in packed.steps),
         tensors=tuple(ProgramTensor(each.name, each.shape, each.dtype, each.staged) for each in packed.tensors),
         descriptors=tuple(
-            DescriptorTable(Buffer(each.buffer), _unpack(each.rows, 3).astype(np.uint64), _bounds(each))
+            DescriptorTable(
+                Buffer(each.buffer),
+                rows_of(each.rows, 3).astype(np.uint64),
+                unpack_column(each.bounds, budget, LayoutError),
+            )
             for each in packed.descriptors
         ),
-        pack=GatherTable(_unpack(packed.pack.rows, width), _bounds(packed.pack)),
-        assemble=GatherTable(_unpack(packed.assemble.rows, width), _bounds(packed.assemble)),
-        arriving=np.ascontiguousarray(_unpack(packed.arriving, len(Stage)).T),
+        pack=gather(packed.pack),
+        assemble=gather(packed.assemble),
+        arriving=np.ascontiguousarray(rows_of(packed.arriving, len(Stage)).T),
     )
-
-
-def _bounds(table: _Table) -> IdArray:
-    return _unpack(table.bounds, 1)[:, 0]
-
-
-def _pack(rows: IdArray) -> bytes:
-    deltas = np.diff(rows, axis=0, prepend=np.zeros((1, rows.shape[1]), dtype=np.int64))
-    return np.ascontiguousarray(((deltas << 1) ^ (deltas >> 63)).T).astype("<i8").tobytes()
-
-
-def _unpack(data: bytes, columns: int) -> IdArray:
-    if len(data) % (8 * columns):
-        raise ProgramError(f"a table of {len(data)} bytes does not have {columns} columns")
-    packed = np.frombuffer(data, dtype="<u8").reshape(columns, -1).T
-    deltas = (packed >> np.uint64(1)).astype(np.int64) ^ -(packed & np.uint64(1)).astype(np.int64)
-    return np.cumsum(deltas, axis=0, dtype=np.int64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from dataclasses import replace
 
 import msgspec
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from crossing import random_crossing
 
+from layout_algebra.sealed_bytes import seal
 from transfer_exec.compiler import compile_program
 from transfer_exec.descriptors import DescriptorTable
 from transfer_exec.errors import ProgramError
@@ -106,8 +105,7 @@ def test_damaged_bytes_are_refused(damage: object) -> None:
 
 def signed(plain: bytes) -> bytes:
     """Bytes with a right digest around any content."""
-    body = zlib.compress(plain)
-    return _MAGIC + hashlib.blake2b(body, digest_size=16).digest() + body
+    return seal(_MAGIC, plain)
 
 
 def test_signed_nonsense_is_refused() -> None:
