@@ -311,3 +311,14 @@ def mask_intervals(mask: npt.NDArray[np.uint8], size: int) -> IdArray:
         out[count, 1] = min(index, size)
         count += 1
     return out[:count].copy()
+
+
+@kernel
+def digest_blocks(live: Bits, intervals: IdArray, size: int, out: npt.NDArray[np.uint64]) -> None:
+    """Mix the elements of some half-open intervals into one number a block of ``size`` elements."""
+    factor = np.uint64(0x9E3779B97F4A7C15)
+    for row in range(len(intervals)):
+        for index in range(intervals[row, 0], intervals[row, 1]):
+            block = index // size
+            mixed = (out[block] ^ np.uint64(live[index])) * factor
+            out[block] = mixed ^ (mixed >> np.uint64(29))

@@ -21,13 +21,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from adapters._probe_kernels import fill_periodic, first_difference
 from adapters.torch_bits import Bits, storage_type, tensor_of_bits
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.runs import merge_intervals
-from layout_algebra.space import CheckpointSpace, TensorSpec
+from layout_algebra.space import CheckpointSpace
 
 _ALIGN_BYTES = 64
 _PIECE_BYTES = 1 << 23
@@ -70,15 +71,15 @@ class Feed:
 
 
 class Feeder:
-    """The buffer that all passes share.
+    """What all loads of a probe are fed from: one buffer, or two where tensors of one load follow two patterns.
 
     Parameters
     ----------
     space
         The checkpoint.
     periods
-        The period of every pattern that will be fed; they decide how large the buffer is: about the largest tensor
-        of every dtype.
+        The period of every pattern that will be fed; they decide how large a buffer is: about the largest tensor of
+        every dtype.
     executor
         Runs the fills and checks.
     """
@@ -87,14 +88,14 @@ class Feeder:
         self._space = space
         self._executor = executor
         self._private = False
-        self._pattern = Pattern({})
         self._places = {period: _place(space, period) for period in {Pattern({}).period, *periods}}
-        self._buffers: dict[str, Bits] = {}
+        self._lengths: dict[str, int] = {}
         for dtype in {spec.dtype for spec in space.specs if spec.elements}:
-            chosen = np.array([spec.dtype == dtype and spec.elements > 0 for spec in space.specs])
+            chosen = _of_dtype(space, dtype)
             sizes = np.diff(space.starts)[chosen]
-            length = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
-            self._buffers[dtype] = _aligned(length, dtype_of(dtype).item_bytes)
+            self._lengths[dtype] = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
+        self._banks: list[_Bank] = []
+        self._choice = np.zeros(len(space), dtype=np.int64)
 
     @property
     def private(self) -> bool:
@@ -106,83 +107,108 @@ class Feeder:
         self._private = True
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+    def bank_bytes(self) -> int:
+        """Bytes of one buffer."""
+        return sum(length * dtype_of(dtype).item_bytes for dtype, length in self._lengths.items())
 
-    def prepare(self, pattern: Pattern) -> None:
-        """Fill the buffer for one pass."""
-        self._pattern = pattern
-        if not self._private:
-            jobs = [
-                self._executor.submit(fill_periodic, part, pattern.tables[dtype], start)
-                for dtype, start, part in self._parts()
-            ]
-            for job in jobs:
-                job.result()
+    def prepare(
+        self, pattern: Pattern, other: Pattern | None = None, choice: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Get ready for one load.
+
+        Parameters
+        ----------
+        pattern
+            What tensors are fed.
+        other, choice
+            Another pattern, for the tensors (by position in the space) where ``choice`` is true.
+        """
+        patterns = [pattern] if other is None else [pattern, other]
+        self._choice = np.zeros(len(self._space), dtype=np.int64) if choice is None else choice.astype(np.int64)
+        while len(self._banks) < len(patterns):
+            self._banks.append(_Bank(self._space, self._lengths, self._executor))
+        for bank, given in zip(self._banks, patterns, strict=False):
+            bank.use(given, self._places[given.period], fill=not self._private)
 
     def feed(self) -> Feed:
         """What ``load_weights`` gets."""
         return Feed(self)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every checkpoint tensor of the prepared pass, in the order of the space."""
-        offsets = self._places[self._pattern.period]
-        starts = self._space.starts
+        """Every checkpoint tensor of the prepared load, in the order of the space."""
         for position, spec in enumerate(self._space.specs):
-            yield spec.name, self._tensor(spec, int(offsets[position]), int(starts[position]))
+            yield spec.name, self._banks[int(self._choice[position])].tensor(position, private=self._private)
 
-    def damaged(self) -> str | None:
-        """Name of a checkpoint tensor that somebody wrote into since ``prepare``, or None."""
-        if self._private:
-            return None
-        parts = self._parts()
-        jobs = [
-            self._executor.submit(first_difference, part, self._pattern.tables[dtype], start)
-            for dtype, start, part in parts
-        ]
-        for (dtype, start, _), job in zip(parts, jobs, strict=True):
-            index = job.result()
-            if index >= 0:
-                return self._owner(dtype, start + index)
-        return None
+    def damaged(self) -> bool:
+        """Whether somebody wrote into the buffers since ``prepare``."""
+        return not self._private and any(bank.damaged() for bank in self._banks)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the buffer."""
+        """Whether a tensor lies in a buffer."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return False
-        place = tensor.data_ptr()
-        return any(b.ctypes.data <= place < b.ctypes.data + b.nbytes for b in self._buffers.values())
+        return any(bank.holds(tensor.data_ptr()) for bank in self._banks)
 
-    def _tensor(self, spec: TensorSpec, offset: int, first_id: int) -> torch.Tensor:
+
+class _Bank:
+    """One buffer a dtype, filled with one pattern."""
+
+    def __init__(self, space: CheckpointSpace, lengths: Mapping[str, int], executor: Executor) -> None:
+        self._space = space
+        self._executor = executor
+        self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
+        self._pattern = Pattern({})
+        self._offsets = np.zeros(len(space), dtype=np.int64)
+        self._parts: list[tuple[Bits, Bits, int]] = []
+        self._filled = False
+
+    def use(self, pattern: Pattern, offsets: IdArray, *, fill: bool) -> None:
+        """Hold a pattern; a buffer that holds it already, undamaged, is left as it is."""
+        if pattern is not self._pattern:
+            self._pattern, self._offsets, self._filled = pattern, offsets, False
+            self._parts = self._cut()
+        if fill and not self._filled:
+            for job in [self._executor.submit(fill_periodic, *part) for part in self._parts]:
+                job.result()
+            self._filled = True
+
+    def damaged(self) -> bool:
+        jobs = [self._executor.submit(first_difference, *part) for part in self._parts] if self._filled else []
+        self._filled = self._filled and max([job.result() for job in jobs], default=-1) < 0
+        return bool(jobs) and not self._filled
+
+    def holds(self, address: int) -> bool:
+        return any(b.ctypes.data <= address < b.ctypes.data + b.nbytes for b in self._buffers.values())
+
+    def tensor(self, position: int, *, private: bool) -> torch.Tensor:
+        spec = self._space.specs[position]
         if not spec.elements:
-            bits = np.empty(0, dtype=storage_type(spec.element_type.item_bytes))
-        elif self._private:
-            bits = np.empty(spec.elements, dtype=self._buffers[spec.dtype].dtype)
-            fill_periodic(bits, self._pattern.tables[spec.dtype], first_id)
+            return tensor_of_bits(np.empty(0, storage_type(spec.element_type.item_bytes)), spec.dtype, spec.shape)
+        buffer = self._buffers[spec.dtype]
+        if private:
+            bits = np.empty(spec.elements, dtype=buffer.dtype)
+            fill_periodic(bits, self._pattern.tables[spec.dtype], int(self._space.starts[position]))
         else:
-            bits = self._buffers[spec.dtype][offset : offset + spec.elements]
+            offset = int(self._offsets[position])
+            bits = buffer[offset : offset + spec.elements]
         return tensor_of_bits(bits, spec.dtype, spec.shape)
 
-    def _parts(self) -> list[tuple[str, int, Bits]]:
-        """The used stretches of the buffers, cut into pieces for the executor: dtype, first index, memory."""
-        offsets = self._places[self._pattern.period]
+    def _cut(self) -> list[tuple[Bits, Bits, int]]:
+        """The used stretches of the buffers in pieces for the executor: memory, table, and phase."""
         sizes = np.diff(self._space.starts)
         out = []
         for dtype, buffer in self._buffers.items():
-            chosen = np.array([spec.dtype == dtype for spec in self._space.specs])
-            spans = np.stack([offsets, offsets + sizes], axis=1)[chosen]
+            spans = np.stack([self._offsets, self._offsets + sizes], axis=1)[_of_dtype(self._space, dtype)]
             step = _PIECE_BYTES // buffer.itemsize
             for start, stop in merge_intervals(spans).tolist():
-                out += [(dtype, first, buffer[first : min(first + step, stop)]) for first in range(start, stop, step)]
+                for first in range(start, stop, step):
+                    out.append((buffer[first : min(first + step, stop)], self._pattern.tables[dtype], first))
         return out
 
-    def _owner(self, dtype: str, index: int) -> str:
-        offsets = self._places[self._pattern.period]
-        for spec, offset in zip(self._space.specs, offsets.tolist(), strict=True):
-            if spec.dtype == dtype and offset <= index < offset + spec.elements:
-                return spec.name
-        return dtype
+
+def _of_dtype(space: CheckpointSpace, dtype: str) -> npt.NDArray[np.bool_]:
+    """Which tensors have elements of a dtype."""
+    return np.array([spec.dtype == dtype and spec.elements > 0 for spec in space.specs], dtype=np.bool_)
 
 
 def _place(space: CheckpointSpace, period: int) -> IdArray:
@@ -190,7 +216,7 @@ def _place(space: CheckpointSpace, period: int) -> IdArray:
     starts = space.starts[:-1]
     out = np.zeros(len(space), dtype=np.int64)
     for dtype in {spec.dtype for spec in space.specs if spec.elements}:
-        chosen = np.flatnonzero([spec.dtype == dtype and spec.elements > 0 for spec in space.specs])
+        chosen = np.flatnonzero(_of_dtype(space, dtype))
         step = _ALIGN_BYTES // dtype_of(dtype).item_bytes
         offsets = step * (starts[chosen] % period * pow(step, -1, period) % period)
         order = np.argsort(offsets, kind="stable")

@@ -15,23 +15,17 @@ twice with unstructured numbers (verification), and all parameters get their own
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
-from enum import IntEnum
-from types import GeneratorType
-from typing import TypeAlias, TypeVar
-
-import torch
+from dataclasses import replace
 
 from adapters.probe_claims import claims_of_codes, claims_of_values
+from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
-from adapters.probe_live import Keeper, LiveTensor, Parameters, check_same, find_live, live_tensors
+from adapters.probe_live import LiveTensor, Parameters, live_tensors
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
+from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
 from adapters.torch_bits import as_bits
 from layout_algebra.diff2 import Diff2, encode
 from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
@@ -41,17 +35,9 @@ from layout_algebra.space import CheckpointSpace
 
 __all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "LoadWeights", "Progress", "live_tensors", "probe"]
 
-LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with what is being done, steps done and steps in all."""
-
-Result = TypeVar("Result")
-
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
 _SMALL_BYTES = 1 << 22
 _MOST_THREADS = 8
-
-_log = logging.getLogger(__name__)
 
 
 def probe(
@@ -112,162 +98,30 @@ def probe(
     codebook = choose_codebook(space)
     passes = plan_passes(codebook, space.total_elements)
     with ThreadPoolExecutor(_threads(), thread_name_prefix="probe") as executor:
-        worker = _Worker(load_weights, parameters, space, agree, progress, executor, len(passes) + 2)
         feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD], executor)
-        if feeder.nbytes > memory_limit_bytes:
+        if feeder.bank_bytes > memory_limit_bytes:
             raise ProbeError(
-                f"feeding this checkpoint takes a buffer of {feeder.nbytes:,} bytes, about its largest tensor; "
+                f"feeding this checkpoint takes a buffer of {feeder.bank_bytes:,} bytes, about its largest tensor; "
                 f"memory_limit_bytes is {memory_limit_bytes:,}"
             )
-        with worker.kept(feeder):
-            claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.nbytes)
-            _verify(worker, claims)
-            found = {one.name: claims[one.name].settle() for one in worker.live}
-            _check_wrote(found)
-            return SourceMap(space, {name: found[one.name] for one in worker.live for name in one.names})
+        worker = ProbedWorker(load_weights, parameters, space, agree, progress, executor, feeder, len(passes) + 2)
+        with worker.kept():
+            claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
+            values = _verify(worker, claims)
+            found = worker.together(lambda: _settle(worker, claims), "settling what verification left")
+            depends = find_dependencies(worker, found, values)
+    settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
+    return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
 
 
-class _Status(IntEnum):
-    """How a load went on one rank; the worst over all ranks decides what every rank does next."""
-
-    FINE = 0
-    NEEDS_COPIES = 1
-    RAISED = 2
-    FAILED = 3
-
-
-class _Worker:
-    """The loader, its live tensors, and the manners that every load keeps."""
-
-    def __init__(
-        self,
-        load_weights: LoadWeights,
-        parameters: Parameters,
-        space: CheckpointSpace,
-        agree: Callable[[int], int] | None,
-        progress: Progress | None,
-        executor: Executor,
-        total_loads: int,
-    ) -> None:
-        self._load_weights = load_weights
-        self._parameters = parameters
-        self._agree = agree
-        self._progress = progress
-        self._total = total_loads
-        self._done = 0
-        self.space = space
-        self.executor = executor
-        self.first = find_live(parameters)
-        self.live = self.first
-        self.keeper = Keeper(self.first, executor)
-
-    @contextmanager
-    def kept(self, feeder: Feeder) -> Iterator[None]:
-        """Keep all bits inside the block and give them back at its end, however it ends."""
-        self._feeder = feeder
-        self.tell("keeping parameters")
-        try:
-            self.keeper.keep_and_clear()
-            yield
-        finally:
-            try:
-                self.tell("giving parameters back")
-            finally:
-                self._give_back()
-
-    def tell(self, what: str) -> None:
-        """Report a step."""
-        if self._progress is not None:
-            self._progress(what, self._done, self._total)
-
-    def note(self, what: str) -> None:
-        """Report something the user should know."""
-        _log.warning(what)
-        self.tell(what)
-
-    def load(self, pattern: Pattern, what: str, read: Callable[[], Result]) -> Result:
-        """Run the loader on a pattern, then ``read`` what it left; repeat with private copies where needed.
-
-        Raises
-        ------
-        LoaderRaisedError
-            If the loader raised, here or on another rank.
-        ProbeError
-            Whatever ``read`` raised, here or on another rank.
-        """
-        while True:
-            self.tell(what)
-            status, error, result = self._attempt(pattern, read)
-            worst = status if self._agree is None else _Status(self._agree(int(status)))
-            if worst is _Status.FINE and result is not None:
-                self._done += 1
-                return result[0]
-            if worst is _Status.NEEDS_COPIES:
-                self._feeder.make_private()
-                self.note(f"{what}: load_weights writes into its input or keeps it; repeating with private copies")
-                continue
-            if worst is _Status.RAISED:
-                raise LoaderRaisedError(f"load_weights raised during {what}: {_describe(error)}") from error
-            if isinstance(error, ProbeError):
-                raise error
-            raise ProbeError(f"{what}: could not read the parameters: {_describe(error)}") from error
-
-    def _attempt(
-        self, pattern: Pattern, read: Callable[[], Result]
-    ) -> tuple[_Status, Exception | None, tuple[Result] | None]:
-        try:
-            self.keeper.give_back_steering(self.live)
-            self._feeder.prepare(pattern)
-        except Exception as error:  # noqa: BLE001 every rank must hear of it
-            return _Status.FAILED, error, None
-        raised: Exception | None = None
-        try:
-            self._call()
-        except Exception as error:  # noqa: BLE001 a loader may raise anything
-            raised = error
-        try:
-            now = find_live(self._parameters)
-            if not self._feeder.private and (
-                any(self._feeder.holds(one.tensor) for one in now) or self._feeder.damaged() is not None
-            ):
-                return _Status.NEEDS_COPIES, raised, None
-            if raised is not None:
-                return _Status.RAISED, raised, None
-            check_same(self.live, now, sharing=self._done > 0)
-            self.live = now
-            return _Status.FINE, None, (read(),)
-        except Exception as error:  # noqa: BLE001 every rank must hear of it
-            return _Status.FAILED, error, None
-
-    def _call(self) -> None:
-        with torch.no_grad():
-            result = self._load_weights(self._feeder.feed())
-            if isinstance(result, GeneratorType):
-                deque(result, maxlen=0)
-            elif inspect.iscoroutine(result):
-                result.close()
-                raise TypeError("load_weights is a coroutine function; expected one that loads before it returns")
-        for device in {one.tensor.device for one in self.live if one.tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
-
-    def _give_back(self) -> None:
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                try:
-                    now = find_live(self._parameters)
-                except Exception:  # noqa: BLE001 the user's callable may be what fails
-                    now = self.live
-                self.keeper.give_back(now, self._feeder.holds)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+def _settle(worker: ProbedWorker, claims: dict[str, Claims]) -> dict[str, ParameterMap]:
+    found = {one.name: claims[one.name].settle() for one in worker.live}
+    _check_wrote(found)
+    return found
 
 
 def _read_codes(
-    worker: _Worker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int
+    worker: ProbedWorker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int
 ) -> dict[str, Claims]:
     """Run the code passes and join what they leave into claims, one a live tensor."""
     dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements})
@@ -281,7 +135,8 @@ def _read_codes(
             return _encode_all(worker, coded, codebook, one_pass, left), _check_values(worker, codebook, claims)
 
         pattern = Pattern({dtype: as_bits(codebook.table(dtype, one_pass)) for dtype in dtypes})
-        found, steady = worker.load(pattern, f"code pass {number + 1} of {len(passes)}", read)
+        what = f"code pass {number + 1} of {len(passes)}"
+        found, steady = worker.load(_feeding(pattern), what, read)
         for name, diff in found.items():
             diffs.setdefault(name, []).append(diff)
         claims.update(steady)
@@ -293,8 +148,12 @@ def _read_codes(
     return claims
 
 
+def _feeding(pattern: Pattern) -> Callable[[Feeder], None]:
+    return lambda feeder: feeder.prepare(pattern)
+
+
 def _encode_all(
-    worker: _Worker, coded: Sequence[LiveTensor], codebook: Codebook, one_pass: Pass, limit_bytes: int
+    worker: ProbedWorker, coded: Sequence[LiveTensor], codebook: Codebook, one_pass: Pass, limit_bytes: int
 ) -> dict[str, Diff2]:
     """Second differences of every tensor that can hold codes: small ones side by side, large ones chunk by chunk."""
 
@@ -321,7 +180,7 @@ def _encode_all(
     return found
 
 
-def _check_values(worker: _Worker, codebook: Codebook, claims: dict[str, Claims]) -> dict[str, Claims]:
+def _check_values(worker: ProbedWorker, codebook: Codebook, claims: dict[str, Claims]) -> dict[str, Claims]:
     """Claims of the tensors that cannot hold codes: made after the first load, checked after the others."""
     made = {}
     for one in worker.live:
@@ -334,8 +193,8 @@ def _check_values(worker: _Worker, codebook: Codebook, claims: dict[str, Claims]
     return made
 
 
-def _verify(worker: _Worker, claims: dict[str, Claims]) -> None:
-    """Run both verification passes, with tamer numbers for a loader that refuses the first ones."""
+def _verify(worker: ProbedWorker, claims: dict[str, Claims]) -> Range:
+    """Run both verification passes, with tamer numbers for a loader that refuses the first ones; which it stood."""
     dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
     for values in Range:
         try:
@@ -346,7 +205,7 @@ def _verify(worker: _Worker, claims: dict[str, Claims]) -> None:
                     _compare(worker, claims, pattern, predictions)
                     return True
 
-                worker.load(pattern, f"verification {letter}", read)
+                worker.load(_feeding(pattern), f"verification {letter}", read)
         except LoaderRaisedError as error:
             if values is Range.NARROW:
                 raise
@@ -354,10 +213,13 @@ def _verify(worker: _Worker, claims: dict[str, Claims]) -> None:
         else:
             if values is not Range.SIGNED:
                 worker.note(f"load_weights refused the wider numbers of verification: {values.value}")
-            return
+            return values
+    raise AssertionError("unreachable: the last range returns or raises")
 
 
-def _compare(worker: _Worker, claims: dict[str, Claims], pattern: Pattern, predictions: dict[str, Prediction]) -> None:
+def _compare(
+    worker: ProbedWorker, claims: dict[str, Claims], pattern: Pattern, predictions: dict[str, Prediction]
+) -> None:
     for one in worker.live:
         mine, bits = claims[one.name], one.bits()
         if len(mine.copies):

@@ -21,7 +21,9 @@ def check(worker: Worker, space: CheckpointSpace, **expected: str) -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 4)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fused_qkv_by_groups_and_concatenated(head_dim: int, heads: int, groups: int, ranks: int) -> None:
-    space = space_of(q=("BF16", heads * head_dim, 3), k=("BF16", groups * head_dim, 3), v=("BF16", groups * head_dim, 3))
+    space = space_of(
+        q=("BF16", heads * head_dim, 3), k=("BF16", groups * head_dim, 3), v=("BF16", groups * head_dim, 3)
+    )
 
     def parts(weights: Weights) -> list[torch.Tensor]:
         return [weights[name].reshape(groups, -1, 3) for name in "qkv"]

@@ -30,7 +30,12 @@ def test_one_tensor_under_two_names() -> None:
         live["embed"].copy_(weights["embed"])
         live["lm_head"].copy_(weights["embed"])
 
-    check(Worker({"embed": noisy(2), "lm_head": noisy(2)}, copy_twice), space, embed="embed.0 embed.1", lm_head="embed.0 embed.1")
+    check(
+        Worker({"embed": noisy(2), "lm_head": noisy(2)}, copy_twice),
+        space,
+        embed="embed.0 embed.1",
+        lm_head="embed.0 embed.1",
+    )
 
 
 def test_two_writers_of_one_storage_leave_the_last() -> None:
@@ -123,7 +128,9 @@ def test_every_pair_of_float_dtypes_is_a_copy(checkpoint: str, parameter: torch.
     worker = Worker({"bias": noisy(40, parameter)}, lambda live, weights: live["bias"].copy_(weights["bias"].flip(0)))
     found = worker.probe(space)
     assert found.ids("bias").tolist() == list(range(40, 0, -1))
-    assert found.dtype("bias") == {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}.get(str(parameter), "F64")
+    assert found.dtype("bias") == {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}.get(
+        str(parameter), "F64"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("BF16", 300), ("F16", 5000), ("F32", 70_000)])

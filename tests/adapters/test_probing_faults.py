@@ -80,7 +80,7 @@ def test_a_loader_that_raises_half_way(call: int, error: type[BaseException]) ->
 
 def test_a_loader_that_writes_nothing() -> None:
     worker = Worker(everything(), lambda live, weights: None)
-    with keeps_bits(worker.live), pytest.raises(LoaderWroteNothingError, match="none of the .* elements"):
+    with keeps_bits(worker.live), pytest.raises(LoaderWroteNothingError, match=r"none of the .* elements"):
         probe(worker.load_weights, worker.live, SPACE)
 
 
@@ -405,9 +405,7 @@ def test_a_loader_that_refuses_all_of_verification() -> None:
 
 
 @pytest.mark.parametrize(("limit", "says"), [(None, "sign not verified"), (256.0, "range not verified")])
-def test_a_loader_that_refuses_some_numbers(
-    limit: float | None, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loader_that_refuses_some_numbers(limit: float | None, says: str, caplog: pytest.LogCaptureFixture) -> None:
     def body(live: Live, weights: Weights) -> None:
         for tensor in weights.values():
             if bool((tensor <= 0).any()) or (limit is not None and bool((tensor > limit).any())):

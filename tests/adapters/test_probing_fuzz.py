@@ -48,7 +48,8 @@ def random_moves(random: np.random.Generator, value: torch.Tensor, steps: int) -
         elif kind == 3:
             step = lambda t, a=axis: t.flip(a)  # noqa: E731
         elif kind == 4:
-            step = lambda t, a=axis, n=int(random.integers(1, 4)): t.roll(n, a)  # noqa: E731
+            turns = int(random.integers(1, 4))
+            step = lambda t, a=axis, n=turns: t.roll(n, a)  # noqa: E731
         elif kind == 5:
             divisors = [d for d in range(1, extent + 1) if extent % d == 0]
             part = int(random.choice(divisors))

@@ -1,0 +1,152 @@
+"""Opaque parameters name the checkpoint tensors they are computed from: not too few, and exactly where one can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.probe_depends import spelled
+from adapters.probing import probe
+from layout_algebra.errors import ProbeError
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.fakes import Live, Worker, keeps_bits, noisy, space_of
+
+Weights = dict[str, torch.Tensor]
+
+
+def many(count: int, *shape: int, dtype: str = "F32") -> CheckpointSpace:
+    return CheckpointSpace(TensorSpec(f"t{number}", shape, dtype) for number in range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 100])
+def test_a_block_of_one_tensor_spells_it(count: int) -> None:
+    digits = max(1, (count - 1).bit_length())
+    for number in range(count):
+        ones = np.array([[bool(number >> digit & 1) for digit in range(digits)]])
+        assert np.flatnonzero(spelled(~ones, ones, count)).tolist() == [number]
+        unclear = ones.copy()
+        unclear[0, 0] = False
+        zeros = ~ones
+        zeros[0, 0] = False
+        alike = [other for other in range(count) if other >> 1 == number >> 1]
+        assert digits == 1 or np.flatnonzero(spelled(zeros, unclear, count)).tolist() == alike
+    nothing = np.zeros((1, digits), dtype=bool)
+    assert not spelled(nothing, nothing, count).any()
+
+
+@pytest.mark.parametrize("tensor", [0, 5, 36])
+def test_one_tensor_is_named_exactly(tensor: int) -> None:
+    space = many(37, 3, 4)
+
+    def body(live: Live, weights: Weights) -> None:
+        live["p"].copy_(-weights[f"t{tensor}"].exp())
+        live["copy"].copy_(weights["t7"])
+
+    found = Worker({"p": noisy((3, 4)), "copy": noisy((3, 4))}, body).probe(space)
+    assert found.depends_on("p") == (f"t{tensor}",)
+    assert found.depends_on("copy") == ()
+    assert set(found.staged_tensors()) == {f"t{tensor}"}
+
+
+def test_quantized_stacks_name_every_expert_and_nothing_else() -> None:
+    space = many(40, 16, 32, dtype="BF16")
+    experts = [3, 9, 10, 25, 38]
+
+    def body(live: Live, weights: Weights) -> None:
+        for slot, expert in enumerate(experts):
+            value = weights[f"t{expert}"].float()
+            scale = value.abs().amax(dim=1, keepdim=True) / 127
+            live["q"][slot].copy_((value / scale).round().to(torch.int8))
+            live["scale"][slot].copy_(scale)
+
+    found = Worker({"q": noisy((5, 16, 32), torch.int8), "scale": noisy((5, 16, 1))}, body).probe(space)
+    for name in ("q", "scale"):
+        assert (found.ids(name) == -1).all()
+        assert found.depends_on(name) == tuple(f"t{expert}" for expert in experts)
+
+
+@pytest.mark.parametrize("merge", ["amax", "amin", "sum", "sign", "abs amax"])
+def test_merged_scalars_name_all_their_sources(merge: str) -> None:
+    random = np.random.default_rng(5)
+    space = many(23)
+    for _ in range(4):
+        chosen = sorted(int(number) for number in random.choice(23, 3, replace=False))
+
+        def body(live: Live, weights: Weights, chosen: list[int] = chosen) -> None:
+            values = torch.stack([weights[f"t{number}"] for number in chosen])
+            merged = {
+                "amax": values.amax(),
+                "amin": values.amin(),
+                "sum": values.sum(),
+                "sign": ((values > 0) * torch.tensor([1, 2, 4])).sum().float(),
+                "abs amax": values.abs().amax(),
+            }[merge]
+            live["scale"].copy_(merged)
+            live["copy"].copy_(weights["t0"])
+
+        found = Worker({"scale": noisy(()), "copy": noisy(())}, body).probe(space)
+        if found.opaque:
+            assert set(found.depends_on("scale")) >= {f"t{number}" for number in chosen}
+
+
+@pytest.mark.parametrize("merge", [torch.median, torch.amax, torch.amin])
+def test_selections_element_by_element_name_all_their_sources(merge: Callable[..., object]) -> None:
+    space = many(23, 64)
+    chosen = [2, 11, 20]
+
+    def body(live: Live, weights: Weights) -> None:
+        merged = merge(torch.stack([weights[f"t{number}"] for number in chosen]), dim=0)
+        live["p"].copy_(merged[0] if isinstance(merged, tuple) else merged)
+
+    found = Worker({"p": noisy(64)}, body).probe(space)
+    assert (found.ids("p") == -1).all()
+    assert set(found.depends_on("p")) >= {f"t{number}" for number in chosen}
+
+
+def test_copies_beside_opaque_elements_are_not_dependencies() -> None:
+    space = space_of(x=("F32", 64), y=("F32", 64), z=("F32", 64))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["p"][0].copy_(weights["x"])
+        live["p"][1].copy_(weights["y"] * 3)
+
+    found = Worker({"p": noisy((2, 64))}, body).probe(space)
+    assert (found.ids("p")[0] > 0).all()
+    assert found.depends_on("p") == ("y",)
+
+
+def test_a_loader_that_differs_from_call_to_call() -> None:
+    space = space_of(x=("F32", 40), y=("F32", 3))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["y"].copy_(weights["y"])
+        live["x"].copy_(weights["x"] if worker.loads % 2 else weights["x"].flip(0))
+
+    worker = Worker({"x": noisy(40), "y": noisy(3)}, body)
+    with keeps_bits(worker.live), pytest.raises(ProbeError, match="x: two loads of the same checkpoint"):
+        probe(worker.load_weights, worker.live, space)
+
+
+def test_fresh_garbage_in_padding_is_opaque_and_depends_on_nothing() -> None:
+    space = space_of(x=("F32", 40, 8))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["p"][:40].copy_(weights["x"])
+        live["p"][40:].copy_(torch.rand(3, 8))
+
+    found = Worker({"p": noisy((43, 8))}, body).probe(space)
+    assert (found.ids("p")[:40] > 0).all()
+    assert (found.ids("p")[40:] == -1).all()
+    assert found.depends_on("p") == ()
+
+
+def test_loads_grow_with_the_logarithm() -> None:
+    loads = []
+    for count in (8, 64, 512):
+        worker = Worker({"p": noisy(4)}, lambda live, weights: live["p"].copy_(weights["t3"] * 3))
+        assert worker.probe(many(count, 4)).depends_on("p") == ("t3",)
+        loads.append(worker.loads)
+    assert loads == [5 + 6 + 3 * digits for digits in (3, 6, 9)]
