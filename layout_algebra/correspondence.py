@@ -212,8 +212,7 @@ def _listed(names: Sequence[str]) -> str:
 def _dtype_pairs(source_map: SourceMap) -> list[tuple[str, str, str]]:
     """Every (parameter, its dtype, checkpoint tensor) whose dtypes differ."""
     space, parameters = source_map.space, source_map.parameters
-    number: dict[str, int] = {}
-    of_tensor = np.array([number.setdefault(spec.dtype, len(number)) for spec in space.specs], dtype=np.int64)
+    number, of_tensor = space.dtype_numbers
     of_parameter = np.array([number.get(source_map.dtype(name), -1) for name in parameters], dtype=np.int64)
     changes = np.concatenate([[0], np.cumsum(np.diff(of_tensor) != 0)])
     runs, owner = source_map.runs_by_parameter

@@ -128,12 +128,15 @@ class CopyTable:
     def concatenate(tables: Sequence[CopyTable]) -> CopyTable:
         """All rows of some tables, in order."""
         axes = max([1, *(table.axes for table in tables)])
-        unit = np.array([1, 0, 0], dtype=np.int64)
-        parts = [np.empty((0, 2 + 3 * axes), dtype=np.int64)]
+        rows = np.zeros((sum(len(table) for table in tables), 2 + 3 * axes), dtype=np.int64)
+        rows[:, 2::3] = 1
+        done = 0
         for table in tables:
-            spare = np.broadcast_to(np.tile(unit, axes - table.axes), (len(table), 3 * (axes - table.axes)))
-            parts.append(np.concatenate([table.rows[:, :2], spare, table.rows[:, 2:]], axis=1))
-        return CopyTable(np.concatenate(parts))
+            part = rows[done : done + len(table)]
+            part[:, :2] = table.rows[:, :2]
+            part[:, 2 + 3 * (axes - table.axes) :] = table.rows[:, 2:]
+            done += len(table)
+        return CopyTable(rows)
 
     def __len__(self) -> int:
         return len(self.rows)

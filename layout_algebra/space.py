@@ -217,6 +217,13 @@ class CheckpointSpace:
         """Element width in bits of every tensor, in order; shape ``(len(specs),)``."""
         return np.array([spec.element_type.bits for spec in self._specs], dtype=np.int64)
 
+    @cached_property
+    def dtype_numbers(self) -> tuple[dict[str, int], IdArray]:
+        """The dtypes that occur, numbered, and the number of every tensor's, in order; shape ``(len(specs),)``."""
+        number: dict[str, int] = {}
+        of_tensor = [number.setdefault(spec.dtype, len(number)) for spec in self._specs]
+        return number, np.array(of_tensor, dtype=np.int64)
+
     def digest(self) -> str:
         """Hex digest of names, shapes and dtypes; equal spaces have equal digests."""
         return self._digest
