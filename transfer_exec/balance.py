@@ -5,7 +5,9 @@ receiver]``; ``r[class, node, entry]``, what an entry worker lets into its node 
 (``w = y + r`` is all that it lets in); ``z[class, node, holder]``, who serves a node that holds the class itself. Per
 class x and y each sum to one, per remote node w does, per local node z does. First receivers send what they got to
 every other remote node, entry workers and local holders to every other needer of their node. With several clusters
-``t[class, holder's cluster, first receiver's cluster]`` says what crosses between them.
+``t[class, holder's cluster, first receiver's cluster]`` says what crosses between them. A class that is needed on the
+far side only crosses once, to its first receiver; one that is needed on both sides is sent by the first receiver to
+each needing node itself, and so crosses once for each of those beyond the link.
 
 The program minimizes the longest time of any link, then the bytes that come in through workers that do not need them,
 then shares out what is not at the bottleneck (``levels``). Its solution is a vertex, so most fractions are zero

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layout_algebra.runs import RunTable
+from transfer_exec.errors import PlanError
 from transfer_exec.laws import check_structure
 from transfer_exec.schedule import Schedule
 
@@ -51,14 +52,16 @@ class Route:
     Attributes
     ----------
     runs
-        The ids; disjoint from every other route's.
+        The ids. Two routes have none in common, or the very same ones and then other holders and other targets:
+        where a node holds ids that others need, its holder serves it beside the route that crosses the network.
     item_bytes
         Bytes of one element on the wire.
     holder
         The worker that packs them.
     hops
-        In stage order; the source of each is the holder or the target of an earlier hop, and no worker is a
-        target twice.
+        In stage order, at least one: RECEIVE from the holder to the first receiver, EXTERNAL from there to one
+        entry worker in every other node, INTERNAL from the holder or an entry worker to workers of its node. No
+        worker is a target twice.
     """
 
     runs: RunTable
@@ -101,7 +104,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A whole update, for every worker.
+    """A whole update, for every worker. Checked when it is made: PlanError if it breaks a law (``laws``).
 
     Attributes
     ----------
@@ -112,7 +115,7 @@ class Plan:
     nodes
         Node number of every worker of ``holders + needers``.
     routes
-        Disjoint; ascending by first id.
+        Ascending by first id, those of the same ids by holder.
     rounds
         At least 1.
     buffer_bytes
@@ -122,7 +125,7 @@ class Plan:
     bound_link
         The link that gives ``lower_bound_s``, as a person reads it.
     optimum_s
-        The linear program's own optimum: the largest load over bandwidth it found possible.
+        The linear program's own optimum: no division of the demand has a smaller largest load over bandwidth.
     load_s
         The largest load over bandwidth of this plan, after rounding to elements.
     """
@@ -189,7 +192,7 @@ class Plan:
 
     def _traffic(self, worker: str, stage: Stage | None) -> tuple[int, int]:
         if worker not in self.workers:
-            raise KeyError(f"{worker} is not a worker of this plan; it has {', '.join(self.workers)}")
+            raise PlanError(f"{worker} is not a worker of this plan; it has {', '.join(self.workers)}")
         stages = Stage if stage is None else (stage,)
         return (
             sum(self._sent.get((worker, each), 0) for each in stages),
@@ -211,6 +214,10 @@ class Plan:
                 key = (hop.source if source else hop.target, hop.stage)
                 out[key] = out.get(key, 0) + route.bytes
         return out
+
+    def same_as(self, other: Plan) -> bool:
+        """Whether both are the same plan."""
+        return self.digest() == other.digest()
 
     def digest(self) -> str:
         """Hex digest of the plan; ranks compare it before the first byte of an update."""
