@@ -22,5 +22,5 @@ def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Compile a small function that kernels call in their inner loops; it is always inlined by LLVM."""
-    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True)(function))
+    """Compile a small function that is put into every kernel that calls it; in large kernels that takes long."""
+    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True, forceinline=True)(function))

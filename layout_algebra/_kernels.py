@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._jit import inlined, kernel
+from layout_algebra._jit import kernel
 from layout_algebra._run_kernels import grown
 
 Ints = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ def doubled(array: Ints) -> Ints:
     return out
 
 
-@inlined
+@kernel
 def id_or_zero(number: int) -> int:
     """Ids count, empty and opaque are 0."""
     return number if number > 0 else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._jit import inlined, kernel
+from layout_algebra._jit import kernel
 
 Ints = npt.NDArray[np.int64]
 
@@ -21,7 +21,7 @@ HOLE, COPY, CONSTANT = 0, 1, 2
 """What an element holds: neither of the others, an id, one number in every pass."""
 
 
-@inlined
+@kernel
 def ring_add(left: int, right: int, modulus: int) -> int:
     """Sum in the ring."""
     total = left + right
@@ -30,7 +30,7 @@ def ring_add(left: int, right: int, modulus: int) -> int:
     return total
 
 
-@inlined
+@kernel
 def ring_times(factor: int, count: int, modulus: int) -> int:
     """``factor * count`` in the ring, for ``0 <= count < 2**40`` and a modulus under 2**61.
 
@@ -49,7 +49,7 @@ def ring_times(factor: int, count: int, modulus: int) -> int:
     return rest
 
 
-@inlined
+@kernel
 def kind_of(number: int, top: int, constants: Ints) -> int:
     """What an element holds: a copy of an id in ``1..top``, a constant, or neither."""
     if 1 <= number <= top:
@@ -67,7 +67,7 @@ def kind_of(number: int, top: int, constants: Ints) -> int:
     return HOLE
 
 
-@inlined
+@kernel
 def steps_inside(start: int, step: int, top: int) -> int:
     """How many steps from an id in ``1..top`` stay there."""
     if step > 0:
@@ -94,7 +94,7 @@ def grown(table: Ints, needed: int) -> Ints:
     return out
 
 
-@inlined
+@kernel
 def walk(
     columns: Ints, bends: Ints, used: int, active: int, column: int, value: int, slope: int, target: int, modulus: int
 ) -> tuple[int, int, int]:
@@ -251,7 +251,7 @@ def segments_of_band(
     return out, count
 
 
-@inlined
+@kernel
 def whole_rectangle(
     number: int, step: int, slope: int, rows: int, width: int, modulus: int, top: int, constants: Ints
 ) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._jit import inlined, kernel
+from layout_algebra._jit import kernel
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
@@ -35,7 +35,7 @@ def decode(bits: Bits, base: int, shift: int, out: Words) -> None:
         out[k] = np.uint16(min(turned, bits.dtype.type(65535)))
 
 
-@inlined
+@kernel
 def bend_rows(
     here: Words, above: Words, higher: Words, count: int, base: np.uint16, modulus: np.uint16, out: Words
 ) -> tuple[np.uint16, np.uint16, np.uint16]:
@@ -61,7 +61,7 @@ def bend_rows(
     return some, least, most
 
 
-@inlined
+@kernel
 def bend_columns(bends: Words, count: int, modulus: np.uint16, out: Words) -> np.uint16:
     """``bends[k + 2] - 2 * bends[k + 1] + bends[k]``, reduced; returns the or of it."""
     here, left, farther = bends[2:], bends[1:], bends
@@ -78,7 +78,7 @@ def bend_columns(bends: Words, count: int, modulus: np.uint16, out: Words) -> np
     return some
 
 
-@inlined
+@kernel
 def bend_first_rows(
     here: Words, above: Words, count: int, base: np.uint16, modulus: np.uint16, out: Words
 ) -> tuple[np.uint16, np.uint16, np.uint16]:
@@ -100,7 +100,7 @@ def bend_first_rows(
     return some, least, most
 
 
-@inlined
+@kernel
 def row_bend_at(
     here: Words, here_start: int, above: Words, above_start: int, higher: Words, higher_start: int,
     index: int, width: int, base: np.uint16, modulus: np.uint16, out: Words,

@@ -1,26 +1,53 @@
 """The normal form of a parameter's slice copies: few, regular, and a function of the ids alone.
 
-Recovery cuts a parameter into affine rectangles, a cut that depends only on its ids. ``lift`` then merges
+Recovery cuts a parameter into affine rectangles, a cut that depends only on its ids and shape. ``lift`` then merges
 regular repeats of equal pieces into one more axis, for as long as that makes fewer pieces: a stack of experts
-becomes one slice copy with one more axis. Since both steps are functions of the ids, two programs have equal
-normal forms exactly when they have equal ids.
+becomes one slice copy with one more axis. Since both steps are functions of the ids, two programs for one shape have
+equal normal forms exactly when they have equal ids.
 
 >>> from layout_algebra.slice_copy import SliceCopy, Strided
 >>> rows = [SliceCopy(Strided(1 + 8 * e, (2,), (1,)), Strided(2 * e, (2,), (1,))) for e in range(3)]
->>> [str(copy) for copy in lift(CopyTable.of(rows)).slice_copies()]
+>>> [str(copy) for copy in canonical(rows, (3, 2)).slice_copies()]
 ['0+(3:2,2:1) <- 1+(3:8,2:1)']
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.slice_copy import CopyTable
+from layout_algebra.recover import rectangles_of_copies
+from layout_algebra.slice_copy import CopyTable, SliceCopy
 
 MAX_AXES = 8
 _MAX_PERIOD = 8
+
+
+def canonical(copies: Iterable[SliceCopy], shape: Sequence[int]) -> CopyTable:
+    """The normal form of some slice copies of one parameter, without listing their ids.
+
+    Parameters
+    ----------
+    copies
+        In any order, with disjoint targets.
+    shape
+        The parameter's shape.
+
+    Returns
+    -------
+    CopyTable
+        The same ids. ``canonical(p, shape).rows`` equals ``canonical(q, shape).rows`` if and only if p and q give
+        every element the same id; both equal ``lift(rectangles_of_ids(ids))``.
+
+    Raises
+    ------
+    MapError
+        If targets overlap or leave the parameter, or an id is below 1.
+    """
+    return lift(rectangles_of_copies(CopyTable.of(copies), shape))
 
 
 def lift(table: CopyTable) -> CopyTable:
