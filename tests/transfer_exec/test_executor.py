@@ -179,7 +179,7 @@ def test_failed_writes_are_raised_after_draining_and_all_listed() -> None:
     memory = fresh_memory(maps)
     network = LoopbackNetwork(LoopbackPolicy(seed=1, max_delay=3, failing_writes=frozenset([1, 2])))
     transports = {worker: network.transport(worker) for worker in plan.workers}
-    executors = connected(plan, maps, memory, transports, deadline_s=1.0)
+    executors = connected(plan, maps, memory, transports, deadline_s=3.0)
     set_version(memory, 1)
     results = run_threads(executors, 1)
     failed = {w: str(r) for w, r in results.items() if isinstance(r, TransportError)}

@@ -18,7 +18,7 @@ from transfer_exec.executor import Executor
 from transfer_exec.in_process import run_in_process
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.kernels.reference import ReferenceKernels
-from transfer_exec.plan import Plan, Stage
+from transfer_exec.plan import Hop, Plan, Route, Stage
 from transfer_exec.planner import make_plan
 from transfer_exec.report import TransferReport
 from transfer_exec.topology import Topology
@@ -217,3 +217,71 @@ def test_the_reference_backend_agrees() -> None:
         assert {each.kernels for each in report.workers.values()} == {kernels.name}
         results.append({(w, n): g.base for w, p in needers.items() for n, g in p.items()})
     assert all(np.array_equal(results[0][key], results[1][key]) for key in results[0])
+
+
+# T16: every write that was posted ends before its failure is raised, and all failures are listed
+
+
+def ended(network: LoopbackNetwork, write: int) -> bool:
+    """Whether a write is over, well or badly."""
+    try:
+        return network.done(write)
+    except TransportError:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_t16_two_of_five_writes_fail(seed: int) -> None:
+    """One trainer writes to five engines; the failing writes are raised together, after all five have ended."""
+    space = CheckpointSpace([TensorSpec("w", (50,), "F32")])
+    maps = {"trainer/0": SourceMap.from_ids(space, {"w": np.arange(1, 51)})}
+    for k in range(5):
+        maps[f"engine/{k}/0"] = SourceMap.from_ids(space, {"w": np.arange(1 + 10 * k, 11 + 10 * k)})
+    topology = Topology.uniform(
+        trainers=1, engines=5, engine_size=1, workers_per_node=1, nic_bytes_per_s=1e9, local_bytes_per_s=1e9
+    )
+    needed = {worker: each for worker, each in maps.items() if worker.startswith("engine")}
+    plan = make_plan(correspond({"trainer/0": maps["trainer/0"]}, needed), topology, buffer_bytes=200)
+    memory = {worker: {"w": np.ones(each.shape("w"), dtype=np.float32)} for worker, each in maps.items()}
+    network = LoopbackNetwork(LoopbackPolicy(seed=seed, max_delay=30, failing_writes=frozenset([1, 3])))
+    with pytest.raises(TransportError, match=r"write 1 from trainer/0 .*write 3 from|write 3 from .*write 1 from"):
+        run_in_process(plan, maps, memory, network=network)
+    assert len(network.records) == 5
+    assert all(ended(network, write) for write in range(5))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_t16_one_message_from_two_buffers(seed: int) -> None:
+    """a0 forwards to a1 what it got in two stages: two writes of one message, of which the first fails."""
+    space = CheckpointSpace([TensorSpec("w", (20,), "F32")])
+    whole = SourceMap.from_ids(space, {"w": np.arange(1, 21)})
+    hops = (Hop(Stage.RECEIVE, "t", "a0"), Hop(Stage.EXTERNAL, "a0", "b0"), Hop(Stage.INTERNAL, "a0", "a1"))
+    back = (Hop(Stage.RECEIVE, "t", "b0"), Hop(Stage.EXTERNAL, "b0", "a0"), Hop(Stage.INTERNAL, "a0", "a1"))
+    routes = (
+        Route(RunTable.from_intervals([[1, 11]]), 4, "t", hops),
+        Route(RunTable.from_intervals([[11, 21]]), 4, "t", back),
+    )
+    plan = Plan(space.digest(), ("t",), ("a0", "a1", "b0"), (0, 1, 1, 2), routes, 1, 100, 1.0, "t", 1.0, 1.0)
+    maps = dict.fromkeys(plan.workers, whole)
+    memory = {worker: {"w": np.ones(20, dtype=np.float32)} for worker in plan.workers}
+    healthy = LoopbackNetwork()
+    run_in_process(plan, maps, memory, network=healthy)
+    forwarded = [k for k, record in enumerate(healthy.records) if (record.source, record.target) == ("a0", "a1")]
+    assert len(forwarded) == 2
+    policy = LoopbackPolicy(seed=seed, max_delay=30, failing_writes=frozenset(range(99)) - {0, 1, 2, 3, forwarded[1]})
+    network = LoopbackNetwork(policy)
+    with pytest.raises(TransportError, match=r"a0, version 0, round 0, stage INTERNAL: for a write to a1 .*failed"):
+        run_in_process(plan, maps, memory, network=network)
+    mine = [k for k, record in enumerate(network.records) if (record.source, record.target) == ("a0", "a1")]
+    assert len(mine) == 2
+    assert all(ended(network, write) for write in mine)
+
+
+def test_nobody_needs_anything() -> None:
+    space = CheckpointSpace([TensorSpec("w", (4,), "F32"), TensorSpec("nothing", (0, 3), "BF16")])
+    whole = SourceMap.from_ids(space, {"w": np.arange(1, 5)})
+    idle = SourceMap.from_ids(space, {"q": np.zeros(3, dtype=np.int64)}, {"q": "F32"})
+    plan = plan_for(whole, {"engine/0/0": idle})
+    report = run_in_process(plan, {"trainer/0": whole, "engine/0/0": idle}, {})
+    assert report.transfer_s is None
+    assert report.bytes_sent("trainer/0") == 0
