@@ -73,6 +73,12 @@ def first_difference(data: Bits, table: Bits, phase: int) -> int:
 
 
 @kernel
+def _clear(counter: IdArray) -> None:
+    for axis in range(len(counter)):
+        counter[axis] = 0
+
+
+@kernel
 def check_rows(
     live: Bits,
     rows: IdArray,
@@ -103,7 +109,7 @@ def check_rows(
     for row in range(len(rows)):
         if bad[row] != 0:
             continue
-        counter[:] = 0
+        _clear(counter)
         target, source = rows[row, 0], rows[row, 1]
         length, target_step, source_step = rows[row, last], rows[row, last + 1], rows[row, last + 2]
         while True:
@@ -184,7 +190,7 @@ def mark_rows(mask: npt.NDArray[np.uint8], rows: IdArray) -> None:
     counter = np.zeros(axes, dtype=np.int64)
     last = 2 + 3 * (axes - 1)
     for row in range(len(rows)):
-        counter[:] = 0
+        _clear(counter)
         target = rows[row, 0]
         length, step = rows[row, last], rows[row, last + 1]
         while True:
@@ -210,6 +216,16 @@ def mark_rows(mask: npt.NDArray[np.uint8], rows: IdArray) -> None:
                 axis -= 1
             if axis < 0:
                 break
+
+
+@kernel
+def _grown(table: IdArray) -> IdArray:
+    """The same rows with room for as many again. (A slice assignment would compile ten times as long.)"""
+    larger = np.empty((2 * len(table), 2), dtype=np.int64)
+    for row in range(len(table)):
+        larger[row, 0] = table[row, 0]
+        larger[row, 1] = table[row, 1]
+    return larger
 
 
 @kernel
@@ -255,9 +271,7 @@ def steady_runs(
             spilled[spills - 1, 1] = stop
         else:
             if spills == len(spilled):
-                larger = np.empty((2 * spills, 2), dtype=np.int64)
-                larger[:spills] = spilled
-                spilled = larger
+                spilled = _grown(spilled)
             spilled[spills, 0] = index
             spilled[spills, 1] = stop
             spills += 1
@@ -304,9 +318,7 @@ def mask_intervals(mask: npt.NDArray[np.uint8], size: int) -> IdArray:
             else:
                 index += 1
         if count == len(out):
-            larger = np.empty((2 * count, 2), dtype=np.int64)
-            larger[:count] = out
-            out = larger
+            out = _grown(out)
         out[count, 0] = start
         out[count, 1] = min(index, size)
         count += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 
+from adapters import probe_live
 from adapters.probing import live_tensors, probe
 from layout_algebra.errors import (
     LoaderRaisedError,
@@ -414,3 +415,59 @@ def test_a_loader_that_refuses_some_numbers(limit: float | None, says: str, capl
 
     check_both(Worker(everything(), body).probe(SPACE))
     assert says in caplog.text
+
+
+def test_an_interrupt_while_parameters_are_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = everything()
+    done: list[str] = []
+    keep = probe_live._Piece.keep_and_clear
+
+    def keep_some(piece: probe_live._Piece) -> None:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(piece.of.name)
+        keep(piece)
+
+    monkeypatch.setattr(probe_live._Piece, "keep_and_clear", keep_some)
+    worker = Worker(live, load_both)
+    with keeps_bits(live), pytest.raises(KeyboardInterrupt):
+        probe(worker.load_weights, live, SPACE)
+    assert len(done) == 4
+    assert worker.loads == 0
+
+
+def test_content_too_irregular_for_the_memory_limit() -> None:
+    space = space_of(x=("F32", 1000, 1000))
+    order = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(0))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["x"].copy_(weights["x"].reshape(-1)[order])
+
+    live = {"x": noisy(1_000_000)}
+    worker = Worker(live, body)
+    with keeps_bits(live), pytest.raises(ProbeError, match=r"x: .*too irregular .*memory_limit_bytes"):
+        probe(worker.load_weights, live, space, memory_limit_bytes=6_000_000)
+    found = worker.probe(space)
+    assert (torch.from_numpy(found.ids("x")) == order + 1).all()
+
+
+def test_a_callable_that_fails_after_a_load() -> None:
+    live = everything()
+    worker = Worker(live, load_both)
+
+    def parameters() -> Live:
+        if worker.loads > 1:
+            raise RuntimeError("the module is gone")
+        return live
+
+    with keeps_bits(live), pytest.raises(ProbeError, match="the module is gone"):
+        probe(worker.load_weights, parameters, SPACE)
+
+
+def test_an_unusable_tensor_on_one_rank_stops_all() -> None:
+    votes = iter([3])
+    live = everything()
+    worker = Worker(live, load_both)
+    with keeps_bits(live), pytest.raises(ProbeError, match="another rank"):
+        probe(worker.load_weights, live, SPACE, agree=lambda mine: next(votes))
+    assert worker.loads == 0
