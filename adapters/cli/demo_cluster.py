@@ -11,9 +11,12 @@ from pathlib import Path
 from adapters.cli.demo_messages import WorkerSetup
 from transfer_exec.topology import Topology
 
-__all__ = ["BUFFER_BYTES", "ENGINES", "demo_topology", "worker_setups"]
+__all__ = ["BUFFER_BYTES", "COMPILER", "ENGINES", "demo_topology", "worker_setups"]
 
 ENGINES = ("0", "1")
+COMPILER = "compiler"
+"""A process that compiles the kernels and takes no part in the transfer."""
+
 BUFFER_BYTES = 1 << 20
 """Of the plan, per worker and round; small, so that an update takes several rounds."""
 
@@ -37,8 +40,9 @@ def demo_topology() -> Topology:
 
 
 def worker_setups(folder: Path, layers: int, *, deadline_s: float) -> dict[str, WorkerSetup]:
-    """Every worker's setup by name, trainers first."""
-    places = [(f"trainer/{rank}", rank, _TRAINERS) for rank in range(_TRAINERS)]
+    """Every process's setup by name: the compiler, trainers, rollouts."""
+    places = [(COMPILER, 0, 1)]
+    places += [(f"trainer/{rank}", rank, _TRAINERS) for rank in range(_TRAINERS)]
     places += [(f"engine/{engine}/{rank}", rank, _ENGINE_SIZE) for engine in ENGINES for rank in range(_ENGINE_SIZE)]
     return {
         worker: WorkerSetup(

@@ -207,7 +207,7 @@ class Sent(_Tagged, frozen=True):
 
 
 class Received(_Tagged, frozen=True):
-    """The version a rollout holds now."""
+    """The version a rollout installed."""
 
     version: int
     seconds: float

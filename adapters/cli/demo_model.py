@@ -81,7 +81,7 @@ def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: i
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def make_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:

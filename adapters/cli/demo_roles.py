@@ -12,8 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from adapters.receiver import ReceiverAdapter
-from adapters.sender import SenderAdapter
 from safetensors.torch import save_file
 from torch import distributed
 from transformers import PreTrainedModel
@@ -51,8 +49,11 @@ from adapters.cli.demo_messages import (
     WriteCheckpoint,
     Written,
 )
+from adapters.receiver import ReceiverAdapter
+from adapters.receiver import Update as ReceivedUpdate
 from adapters.rendezvous import SharedFolder
 from adapters.rollouts import transformers_tp
+from adapters.sender import SenderAdapter
 from adapters.trainers import fsdp
 from transfer_exec.report import TransferReport
 
@@ -207,8 +208,9 @@ class RolloutRole:
         return Connected(None, time.perf_counter() - start)
 
     def _update(self, version: int, start: float) -> Received:
-        self._poll_until(lambda update: update is not None, f"version {version}")
-        return Received(self._receiver.version, time.perf_counter() - start)
+        update = self._poll_until(lambda update: update is not None, f"version {version}")
+        assert update is not None
+        return Received(update.version, time.perf_counter() - start)
 
     def _prove(self, folder: Path, spoil: bool, start: float) -> Proved:
         live = transformers_tp.local_tensors(self._model)
@@ -233,7 +235,9 @@ class RolloutRole:
         live = transformers_tp.local_tensors(self._model)
         # One file holds no memory twice: aliases are written as copies.
         save_file({name: tensor.clone().contiguous() for name, tensor in live.items()}, folder / f"{stem}.safetensors")
-        (folder / f"{stem}.map").write_bytes(self._receiver.source_map.to_bytes())
+        source_map = self._receiver.source_map
+        assert source_map is not None
+        (folder / f"{stem}.map").write_bytes(source_map.to_bytes())
         return Dumped((f"{stem}.safetensors", f"{stem}.map"))
 
     def _close(self) -> Closed:
@@ -241,13 +245,14 @@ class RolloutRole:
         distributed.destroy_process_group()
         return Closed()
 
-    def _poll_until(self, done: Callable[[object], bool], what: str) -> None:
+    def _poll_until(self, done: Callable[[ReceivedUpdate | None], bool], what: str) -> ReceivedUpdate | None:
         # Where an engine would poll once per step, between two batches.
         stop_at = time.monotonic() + self._setup.deadline_s
-        while not done(self._receiver.poll_requests()):
+        while not done(update := self._receiver.poll_requests()):
             if time.monotonic() > stop_at:
                 raise TimeoutError(f"{self._setup.worker}: no {what} within {self._setup.deadline_s:g} s of polling")
             time.sleep(_POLL_PAUSE_S)
+        return update
 
 
 def _join_group(setup: WorkerSetup) -> None:

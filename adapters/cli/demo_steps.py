@@ -7,7 +7,7 @@ other, so that a worker that dies is noticed at once.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,14 +64,15 @@ class DemoSteps:
         self._initial = folder / "initial"
         self._saved = folder / "saved"
         self._deadline_s = deadline_s
-        self._workers = tuple(crew.process_ids)
-        self._trainers = tuple(worker for worker in self._workers if worker.startswith("trainer/"))
-        self._rollouts = tuple(worker for worker in self._workers if not worker.startswith("trainer/"))
+        self._everybody = tuple(crew.process_ids)
+        self._trainers = tuple(worker for worker in self._everybody if worker.startswith("trainer/"))
+        self._rollouts = tuple(worker for worker in self._everybody if worker.startswith("engine/"))
+        self._workers = self._trainers + self._rollouts
         self._needed: dict[str, int] = {}
 
     def write_checkpoint(self, layers: int) -> ModelSize:
-        """Wait for all imports, then let one trainer write the random model's folder."""
-        self._ask("start 8 processes", dict.fromkeys(self._workers, Start()), Ready)
+        """Wait for all imports and the kernels, then let one trainer write the random model's folder."""
+        self._ask("start processes, compile kernels", dict.fromkeys(self._everybody, Start()), Ready)
         first = self._trainers[0]
         written = self._ask("write a random checkpoint", {first: WriteCheckpoint(str(self._initial))}, Written)[first]
         return ModelSize(layers, written.tensors, written.elements, written.bytes)
@@ -140,17 +141,28 @@ class DemoSteps:
 
     def close(self) -> None:
         """Let every worker close its adapter and leave."""
-        self._ask("close", dict.fromkeys(self._workers, Close()), Closed)
-        self._crew.wait_for_exit(deadline_s=self._deadline_s)
+        with self._phases.phase("close", answers=len(self._everybody)) as advance:
+            self._replies(dict.fromkeys(self._everybody, Close()), Closed, advance)
+            self._crew.wait_for_exit(deadline_s=self._deadline_s)
 
     def _ask(
         self, phase: str, commands: Mapping[str, Command], expected: type[ReplyT] | tuple[type[ReplyT], ...]
     ) -> dict[str, ReplyT]:
         with self._phases.phase(phase, answers=len(commands)) as advance:
-            replies = self._crew.ask(commands, deadline_s=self._deadline_s, on_reply=lambda worker, reply: advance())
+            return self._replies(commands, expected, advance)
+
+    def _replies(
+        self,
+        commands: Mapping[str, Command],
+        expected: type[ReplyT] | tuple[type[ReplyT], ...],
+        advance: Callable[[], None],
+    ) -> dict[str, ReplyT]:
+        replies = self._crew.ask(commands, deadline_s=self._deadline_s, on_reply=lambda worker, reply: advance())
         good: dict[str, ReplyT] = {}
         for worker, reply in replies.items():
             if not isinstance(reply, expected):
-                raise CrewError(f"{worker}: {phase}: got the answer {type(reply).__name__}")
+                raise CrewError(
+                    f"{worker}: got {type(reply).__name__} as the answer to {type(commands[worker]).__name__}"
+                )
             good[worker] = reply
         return good

@@ -1,12 +1,13 @@
-"""A demo's result as tables for a person: discovered, planned, timed, proven."""
+"""A demo's result as tables for a person: discovered, planned, timed, proven. They fit a terminal of 80 columns."""
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from adapters.cli.demo_cluster import demo_topology
-from adapters.cli.demo_result import DemoResult, LiveSize, ModelSize, UpdateResult
+from adapters.cli.demo_result import DemoResult, LiveSize, UpdateResult
 from adapters.connect_report import ConnectReport
 
 __all__ = ["print_result"]
@@ -14,48 +15,47 @@ __all__ = ["print_result"]
 
 def print_result(result: DemoResult, console: Console) -> None:
     """Print all tables and the verdict."""
-    console.print(_model_line(result.model))
+    model = result.model
+    console.print(
+        f"Qwen3-MoE, {model.layers} layers: {model.checkpoint_tensors} checkpoint tensors, "
+        f"{model.elements:,} bfloat16 parameters, {model.bytes:,} bytes"
+    )
     console.print(_discovered(result.live, result.connect))
     console.print(_planned(result.connect))
     console.print(_timed(result.seconds))
     console.print(_proven(result.updates))
     if result.dump is not None:
-        console.print(f"Written to {result.dump}: checkpoint/, engine-<e>-<r>.safetensors, engine-<e>-<r>.map")
+        console.print(f"In {result.dump}: checkpoint/, engine-<e>-<r>.safetensors and engine-<e>-<r>.map")
     if result.verified:
-        console.print("[bold green]Verified[/]: every bit of every rollout equals what its own loader makes of the")
-        console.print("checkpoint that the trainers saved, and so do the logits of a fixed prompt.")
+        console.print(
+            "[bold green]Verified[/]: every bit of every rollout equals what its own loader makes of the checkpoint "
+            "that the trainers saved, and so do the logits of a fixed prompt."
+        )
     else:
         console.print("[bold red]Not verified[/]: the differences are named on standard error.")
-
-
-def _model_line(model: ModelSize) -> str:
-    return (
-        f"Qwen3-MoE, {model.layers} layers: {model.checkpoint_tensors} checkpoint tensors, "
-        f"{model.elements:,} bfloat16 parameters, {_bytes(model.bytes)}"
-    )
 
 
 def _discovered(live: tuple[LiveSize, ...], report: ConnectReport) -> Table:
     unused = ", ".join(f"{side} {len(names)}" for side, names in report.unused.items())
     table = _table(
-        "Discovered by running each worker's own load_weights",
+        "Discovered, by running each worker's own load_weights",
         "worker",
         "tensors",
-        "memory",
-        "empty shards",
-        "slice copies",
-        "copied",
-        "empty",
-        "opaque",
-        caption="copied, empty, opaque: elements of the worker's memory that are copies of checkpoint elements, that "
-        f"no load writes (buffers), that are computed. Of {report.tensors} checkpoint tensors unused: {unused}",
+        "MiB",
+        "empty\nshards",
+        "slice\ncopies",
+        "elements\ncopied",
+        "\nempty",
+        "\nopaque",
+        caption="Copied from checkpoint elements, left alone by every load (buffers), or computed. "
+        f"Of {report.tensors} checkpoint tensors unused: {unused}.",
     )
     for size in live:
         found = report.worker(size.worker)
         table.add_row(
             size.worker,
             f"{size.tensors}",
-            _bytes(size.bytes),
+            _mib(size.bytes),
             f"{size.empty_shards}",
             f"{found.slice_copies}",
             f"{found.copied_elements:,}",
@@ -66,24 +66,22 @@ def _discovered(live: tuple[LiveSize, ...], report: ConnectReport) -> Table:
 
 
 def _planned(report: ConnectReport) -> Table:
-    topology = demo_topology()
     stages = tuple(stage.stage for stage in report.workers[0].stages)
     table = _table(
-        "Planned: bytes of one update by worker and stage",
+        "Planned, in MiB of one update by worker and stage",
         "worker",
-        "node",
-        *(f"sends, {stage}" for stage in stages),
-        *(f"gets, {stage}" for stage in stages),
-        caption=f"{report.rounds} rounds of at most {_bytes(report.buffer_bytes)} a worker, over {report.transport}. "
-        f"On the links assumed: bound {_ms(report.lower_bound_s)} ({report.bound_link}), optimum "
-        f"{_ms(report.optimum_s)}, this plan {_ms(report.planned_s)}. Plan {report.plan_digest[:16]}",
+        *(f"{'sends' if stage == stages[0] else ''}\n{stage}" for stage in stages),
+        *(f"{'gets' if stage == stages[0] else ''}\n{stage}" for stage in stages),
+        caption=f"Nodes: {' | '.join(' '.join(node.workers) for node in demo_topology().nodes)}.\n"
+        f"{report.rounds} rounds of at most {report.buffer_bytes:,} bytes a worker, over {report.transport}; plan "
+        f"{report.plan_digest[:16]}. On links of 12.5 GB/s: bound {_ms(report.lower_bound_s)} ({report.bound_link}), "
+        f"optimum {_ms(report.optimum_s)}, this plan {_ms(report.planned_s)}.",
     )
     for each in report.workers:
         table.add_row(
             each.worker,
-            f"{topology.node_of(each.worker)}",
-            *(_bytes(stage.sent) for stage in each.stages),
-            *(_bytes(stage.received) for stage in each.stages),
+            *(_mib(stage.sent) for stage in each.stages),
+            *(_mib(stage.received) for stage in each.stages),
         )
     return table
 
@@ -99,44 +97,36 @@ def _timed(seconds: dict[str, float]) -> Table:
 
 def _proven(updates: tuple[UpdateResult, ...]) -> Table:
     table = _table(
-        "Proven against a checkpoint saved from the trainers",
-        "update",
-        "loss",
-        "weights changed",
-        "trainers sent",
-        "model",
-        "rollouts received",
-        "rollouts need",
-        "bits compared",
-        "logits compared",
-        "proof",
+        "Proven, against a checkpoint that the trainers saved", "", *(f"update {one.version}" for one in updates)
     )
-    for each in updates:
-        table.add_row(
-            f"{each.version}",
-            f"{each.loss:.3f}",
-            f"{each.changed_elements:,}",
-            f"{each.bytes_sent_by_trainers:,}",
-            f"{each.model_bytes:,}",
-            " + ".join(f"{rollout.bytes_received:,}" for rollout in each.rollouts),
-            " + ".join(f"{rollout.bytes_needed:,}" for rollout in each.rollouts),
-            f"{8 * each.bytes_compared:,} in {each.tensors_compared} tensors",
-            f"{each.logits_compared:,}",
-            "[green]equal[/]" if each.verified else f"[red]{len(each.differences)} differences[/]",
-        )
+    table.add_row("loss before the step", *(f"{one.loss:.4f}" for one in updates))
+    table.add_row("weights that the step changed", *(f"{one.changed_elements:,}" for one in updates))
+    table.add_row("bytes of the model", *(f"{one.model_bytes:,}" for one in updates))
+    table.add_row("bytes sent by all trainers", *(f"{one.bytes_sent_by_trainers:,}" for one in updates))
+    for place in range(len(updates[0].rollouts)):
+        both = [one.rollouts[place] for one in updates]
+        table.add_row(f"bytes {both[0].worker} needs", *(f"{one.bytes_needed:,}" for one in both))
+        table.add_row(f"bytes {both[0].worker} received", *(f"{one.bytes_received:,}" for one in both))
+    table.add_row("publication, seconds", *(f"{one.measured.publication_s:.3f}" for one in updates))
+    table.add_row("rollouts paused, seconds", *(f"{one.measured.rollout_pause_s:.3f}" for one in updates))
+    table.add_row("rollout bits compared", *(f"{8 * one.bytes_compared:,}" for one in updates))
+    table.add_row("logits compared", *(f"{one.logits_compared:,}" for one in updates))
+    table.add_row(
+        "proof", *("[green]equal[/]" if one.verified else f"[red]{len(one.differences)} wrong[/]" for one in updates)
+    )
     return table
 
 
 def _table(title: str, first: str, *others: str, caption: str | None = None) -> Table:
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    table.add_column(first)
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
-def _bytes(number: int) -> str:
-    return f"{number / 2**20:.2f} MiB" if number >= 1 << 20 else f"{number / 2**10:.1f} KiB" if number else "-"
+def _mib(number: int) -> str:
+    return f"{number / 2**20:.3f}" if number else "-"
 
 
 def _ms(seconds: float) -> str:

@@ -11,15 +11,24 @@ import queue
 import sys
 import threading
 import traceback
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
+from adapters.cli.demo_cluster import COMPILER
 from adapters.cli.demo_messages import Close, Closed, Command, Failed, Reply, WorkerSetup
 
 __all__ = ["main"]
 
 _PARENT_GONE = 3
+
+
+class Role(Protocol):
+    """What a worker does for each command."""
+
+    def answer(self, command: Command) -> Reply:
+        """Do one command."""
+        ...
 
 
 def main() -> None:
@@ -28,12 +37,10 @@ def main() -> None:
     replies = _take_standard_output()
     commands: queue.Queue[Command] = queue.Queue()
     closing = threading.Event()
-    threading.Thread(target=_read_commands, args=(commands, closing), name="commands", daemon=True).start()
+    reader = threading.Thread(target=_read_commands, args=(commands, closing), name="commands", daemon=True)
+    reader.start()
 
-    # After the reader, so that a parent that goes away during these seconds of imports still ends this process.
-    from adapters.cli.demo_roles import make_role
-
-    role = make_role(setup)
+    role = _make_role(setup)
     while True:
         command = commands.get()
         if isinstance(command, Close):
@@ -45,7 +52,20 @@ def main() -> None:
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
         if isinstance(reply, Closed):
-            return
+            reader.join()  # stay until all have answered: a worker that leaves early looks like one that died
+            sys.stderr.flush()
+            os._exit(0)  # all is closed, and taking torch and transformers down takes a second of every process
+
+
+def _make_role(setup: WorkerSetup) -> Role:
+    # Imported here, so that a parent that goes away during these seconds of imports still ends this process.
+    if setup.worker == COMPILER:
+        from adapters.cli.demo_compiler import CompilerRole
+
+        return CompilerRole()
+    from adapters.cli.demo_roles import make_role
+
+    return make_role(setup)
 
 
 def _take_standard_output() -> IO[bytes]:
