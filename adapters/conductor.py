@@ -34,6 +34,8 @@ from adapters.failures import (
     raise_failure,
 )
 from adapters.messages import (
+    Assess,
+    Assessed,
     Attach,
     Bind,
     Bound,
@@ -70,6 +72,7 @@ from transfer_exec.topology import Topology
 __all__ = ["Conductor"]
 
 _LISTEN_S = 0.5
+_ASSESS_WITHIN_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -341,11 +344,21 @@ class Conductor:
             self._engines[group] = replace(self._engines[group], version=version)
             self._steps.end(group, None)
         if failures:
-            self._steps.end_all(_joined(version, failures, list(results)))
+            self._give_up(_joined(version, failures, list(results)), [group for group in groups if group in failures])
             return
         self._bound = True
         report = gather_report(connection, moved, self._by_worker(results))
         self._steps.end(TRAINERS, None, report_bytes(report))
+
+    def _give_up(self, failure: Failure, groups: Sequence[str]) -> None:
+        """End an update that failed in some engines; one of whose ranks any was written is torn as a whole."""
+        assessed, silent = self._steps.run_each(
+            dict.fromkeys(groups, (Assess(),)), cancel=False, within_s=_ASSESS_WITHIN_S
+        )
+        for group in groups:
+            wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
+            self._steps.end(group, failure, torn=wrote or group in silent)
+        self._steps.end_all(failure)
 
     def _compare(self, sent: Digests, moved: Mapping[str, Result | None], groups: Sequence[str]) -> dict[str, Failure]:
         """Engines whose digests differ from the trainers', and why they must not be used."""

@@ -23,6 +23,8 @@ import torch
 
 from adapters.failures import HookError, StaleError, UsageError, VersionError
 from adapters.messages import (
+    Assess,
+    Assessed,
     Attach,
     Bind,
     Bound,
@@ -153,6 +155,8 @@ class Duties:
             case Install():
                 self._install()
                 return Done(time.perf_counter() - start)
+            case Assess():
+                return Assessed(self.wrote)
             case Publish(version):
                 self.version = version
                 self._kernels.ran = False

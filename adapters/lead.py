@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 
 from adapters.failures import Failure, LostWorkerError
 from adapters.messages import (
+    LEFT,
     Agreed,
     AgreeValue,
     Answer,
     AnswerStop,
     Ask,
+    Assess,
     Call,
     Cancel,
     Committed,
@@ -36,6 +38,7 @@ from adapters.messages import (
     Member,
     Prepare,
     ProposeStop,
+    Publish,
     Relay,
     Result,
     Roster,
@@ -145,8 +148,8 @@ class GroupLead:
     def conductor_lost(self, failure: Failure) -> None:
         """Nobody will end the open transaction but this lead."""
         if self._txn:
-            self._end(End(self._txn, failure))
-        self._txn = 0
+            # Nobody can say any more whether all ranks were written, or none.
+            self._end(End(self._txn, failure, torn=isinstance(self._duty, (Transfer, Install, Assess, Publish))))
 
     # From the ranks
 
@@ -164,7 +167,7 @@ class GroupLead:
                         self._propose(reply)
                     elif isinstance(reply, Commit):
                         self._commit(reply)
-            case Answer(txn=txn, failure=Failure() as failure) if txn == self._txn:
+            case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step in (LEFT, self._step):
                 self._fail(failure)
             case Answer(txn, step, result, None) if txn == self._txn and step == self._step and step > 0:
                 self._results[worker] = result

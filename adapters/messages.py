@@ -32,6 +32,10 @@ MAX_SMALL_MESSAGE_BYTES = 1 << 20
 """Limit of the messages that carry neither maps nor programs."""
 
 
+LEFT = -1
+"""Step number in the answer of a rank that leaves a transaction between or inside its duties."""
+
+
 class MalformedMessageError(Exception):
     """Bytes that are no message; they are dropped and counted, and never reach a user."""
 
@@ -223,13 +227,17 @@ class Install(_Tagged, frozen=True):
     version: int
 
 
+class Assess(_Tagged, frozen=True):
+    """The update has failed: say whether anything was written."""
+
+
 class Publish(_Tagged, frozen=True):
     """Every rank of the engine has installed it: this is the version now, and computing may go on."""
 
     version: int
 
 
-Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Publish
+Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Assess | Publish
 
 
 class Probed(_Tagged, frozen=True):
@@ -295,6 +303,12 @@ class Transferred(_Tagged, frozen=True):
     stall: tuple[float, float] | None
 
 
+class Assessed(_Tagged, frozen=True):
+    """Whether this rank's parameters were written by an update that failed."""
+
+    wrote: bool
+
+
 class Published(_Tagged, frozen=True):
     """A rollout is at the new version.
 
@@ -307,7 +321,7 @@ class Published(_Tagged, frozen=True):
     stall: tuple[float, float]
 
 
-Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Published
+Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Assessed | Published
 
 
 # Between a lead and its ranks
@@ -323,7 +337,7 @@ class Ask(_Tagged, frozen=True):
 
 
 class Answer(_Tagged, frozen=True):
-    """A duty's result, or why there is none."""
+    """A duty's result, or why there is none; with step `LEFT`, why the rank takes no further part."""
 
     txn: int
     step: int
@@ -386,11 +400,14 @@ class End(_Tagged, frozen=True):
         Why it failed; None when it succeeded.
     outcome
         For trainers, the connect or transfer report in msgpack. Empty otherwise.
+    torn
+        Some rank of the engine was written in part: none of them may go on generating.
     """
 
     txn: int
     failure: Failure | None
     outcome: bytes = b""
+    torn: bool = False
 
 
 # Between a lead and the conductor

@@ -238,11 +238,12 @@ class ReceiverAdapter:
 
     def _serve(self, txn: int) -> Update | None:
         self._duties.stalled_since = self._session.stopped_at
+        torn = True
         try:
             outcome = self._session.serve(self._perform, after=txn - 1, until=Publish)
+            torn = isinstance(outcome, End) and outcome.torn
         finally:
-            # Whatever ended it: what was written decides.
-            self._state = State.TORN if self._duties.wrote else State.IDLE
+            self._state = State.TORN if self._duties.wrote or (torn and self._state is not State.IDLE) else State.IDLE
         if isinstance(outcome, End):
             self._last_failure = outcome.failure
             if outcome.failure is not None and self._state is State.TORN:
@@ -253,7 +254,6 @@ class ReceiverAdapter:
             self._connected = self._connected or outcome.failure is None
             return None
         self._last_failure = None
-        self._version = self._duties.version
         report = self._duties.report
         assert self._version is not None
         assert report is not None
@@ -262,4 +262,8 @@ class ReceiverAdapter:
     def _perform(self, duty: Duty) -> Result:
         if isinstance(duty, Transfer):
             self._state = State.RECEIVING
-        return self._duties.perform(duty)
+        result = self._duties.perform(duty)
+        if isinstance(duty, Publish):
+            # Before the answer leaves: whoever hears that this rank has the version must find it so.
+            self._version, self._state = duty.version, State.IDLE
+        return result

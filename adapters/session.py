@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from adapters.failures import Failure, LostWorkerError, failure_of, raise_failure
 from adapters.messages import (
+    LEFT,
     Agreed,
     AgreeValue,
     Answer,
@@ -40,9 +41,6 @@ from adapters.promise import PollCounter, Standing
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["Session"]
-
-LEFT = -1
-"""Step number of the answer of a rank that leaves a transaction between or inside its duties."""
 
 _KEPT_ENDS = 8
 _SILENCE_MARGIN_S = 15.0

@@ -137,12 +137,14 @@ class Steps:
             results[answer.group] = answer.results
         return results
 
-    def run_each(self, say: Mapping[str, Say], *, cancel: bool) -> tuple[Results, dict[str, Failure]]:
+    def run_each(
+        self, say: Mapping[str, Say], *, cancel: bool, within_s: float | None = None
+    ) -> tuple[Results, dict[str, Failure]]:
         """Like `run`, but every group's failure is kept; with ``cancel``, the first makes the others stop."""
         results: Results = {}
         failures: dict[str, Failure] = {}
         waiting = self._say(say)
-        stop_at = time.monotonic() + self._deadline_s + _LEAD_MARGIN_S
+        stop_at = time.monotonic() + (within_s or self._deadline_s + _LEAD_MARGIN_S)
         while waiting:
             try:
                 answer = self._answer(waiting, stop_at)
@@ -161,10 +163,10 @@ class Steps:
             failures[answer.group] = answer.failure
         return results, failures
 
-    def end(self, group: str, failure: Failure | None, outcome: bytes = b"") -> None:
+    def end(self, group: str, failure: Failure | None, outcome: bytes = b"", *, torn: bool = False) -> None:
         """End the transaction for one group."""
         self._engaged.pop(group, None)
-        self._send(group, End(self._txn, failure, outcome))
+        self._send(group, End(self._txn, failure, outcome, torn))
         if group == TRAINERS:
             self._last_ended = self._txn
             self.calls = {}

@@ -161,7 +161,10 @@ class Crew:
         """Fill the trainers with a version's weights and send it; raises what the trainers raised."""
         for holding in self.holdings:
             holding.fill(version)
-        return _values(self.trainers(lambda sender, rank: sender.send_weights(version).result()))
+        reports = _values(self.trainers(lambda sender, rank: sender.send_weights(version).result()))
+        for one in self.rollouts.values():
+            wait_for(lambda one=one: bool(one.updates) and one.updates[-1].version == version)  # type: ignore[misc]
+        return reports
 
     def __enter__(self) -> Crew:
         return self
