@@ -123,7 +123,7 @@ def tensor_cases(draw: st.DrawFn) -> tuple[Tensors, list[str], Topology]:
     return tensors, workers, draw(topologies(case))
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(tensor_cases())
 def test_the_optimum_is_that_of_all_lawful_mixtures(drawn: tuple[Tensors, list[str], Topology]) -> None:
     tensors, workers, topology = drawn

@@ -10,7 +10,7 @@ from plan_oracle import replay
 from transfer_exec.plan import Plan
 from transfer_exec.planner import make_plan
 
-thorough = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 @thorough
