@@ -140,8 +140,13 @@ def test_folding_keeps_every_element(seed: int) -> None:
     rows[:, Column.COUNT] = 1
     rows[:, Column.INDEX_STRIDE] = rng.choice([1, 3], count)
     rows[:, Column.OFFSET_STRIDE] = 2
-    rows[:, Column.INDEX] = rng.choice([1, 2], count) * np.arange(count)
-    rows[:, Column.OFFSET] = rng.choice([2, 4], count) * rng.permutation(count)
+    if seed % 2:
+        rows[:, Column.INDEX] = rng.choice([1, 2], count) * np.arange(count)
+        rows[:, Column.OFFSET] = rng.choice([2, 4], count) * rng.permutation(count)
+    else:  # progressions that meet in a shared row
+        rows[:, [Column.TENSOR, Column.LENGTH, Column.INDEX_STRIDE]] = 0, 1, 1
+        steps = np.repeat(rng.choice([[2, 4], [3, 4], [2, 6], [1, 8]], count), rng.integers(1, 5, count), axis=0)
+        rows[:, [Column.INDEX, Column.OFFSET]] = np.cumsum(steps[:count], axis=0)
     rounds = np.sort(rng.integers(0, 2, count))
 
     def elements(number: np.ndarray, table: np.ndarray) -> list[tuple[int, ...]]:

@@ -268,7 +268,7 @@ def test_t16_one_message_from_two_buffers(seed: int) -> None:
     run_in_process(plan, maps, memory, network=healthy)
     forwarded = [k for k, record in enumerate(healthy.records) if (record.source, record.target) == ("a0", "a1")]
     assert len(forwarded) == 2
-    policy = LoopbackPolicy(seed=seed, max_delay=30, failing_writes=frozenset(range(99)) - {0, 1, 2, 3, forwarded[1]})
+    policy = LoopbackPolicy(seed=seed, max_delay=400, failing_writes=frozenset(range(99)) - {0, 1, 2, 3, forwarded[1]})
     network = LoopbackNetwork(policy)
     with pytest.raises(TransportError, match=r"a0, version 0, round 0, stage INTERNAL: for a write to a1 .*failed"):
         run_in_process(plan, maps, memory, network=network)
