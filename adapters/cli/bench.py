@@ -30,11 +30,13 @@ def find_benchmarks(folder: Path | None = None) -> dict[str, Path]:
 
     Parameters
     ----------
-    folder: by default `tests/benchmarks` of the checkout that this package is imported from.
+    folder
+        By default `tests/benchmarks` of the checkout that this package is imported from.
 
     Raises
     ------
-    BenchError: the folder does not exist, as in an installation from a wheel.
+    BenchError
+        The folder does not exist, as in an installation from a wheel.
     """
     if folder is None:
         folder = Path(__file__).resolve().parents[2] / "tests" / "benchmarks"
@@ -55,7 +57,8 @@ def run_benchmark(name: str, folder: Path | None = None) -> BenchResult:
 
     Raises
     ------
-    BenchError: no such benchmark, or its `rows()` gave something else than a list of `Row`.
+    BenchError
+        No such benchmark, or its `rows()` gave something else than a list of `Row`.
     """
     path = _known(name, folder)
     machine = this_machine()

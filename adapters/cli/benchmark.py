@@ -27,11 +27,16 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    case: what was measured, as a person reads it.
-    value, floor: in `unit`; the floor is the least that any solution must take, or what a plain one takes.
-    ratio: value / floor.
-    bar: the largest ratio that is good enough, None when there is none yet.
-    ok: ratio <= bar; True without a bar.
+    case
+        What was measured, as a person reads it.
+    value, floor
+        In `unit`; the floor is the least that any solution must take, or what a plain one takes.
+    ratio
+        Value / floor.
+    bar
+        The largest ratio that is good enough, None when there is none yet.
+    ok
+        Ratio <= bar; True without a bar.
     """
 
     case: str
@@ -48,7 +53,8 @@ class Row(msgspec.Struct, frozen=True):
 
         Raises
         ------
-        ValueError: the floor is not positive.
+        ValueError
+            The floor is not positive.
         """
         if not floor > 0:
             raise ValueError(f"benchmark case {case!r}: expected a positive floor, got {floor} {unit}")
@@ -88,7 +94,8 @@ def interleaved_medians(
 
     Raises
     ------
-    ValueError: fewer than five repeats.
+    ValueError
+        Fewer than five repeats.
     """
     if repeats < 5:
         raise ValueError(f"interleaved_medians: expected at least 5 repeats, got {repeats}")

@@ -51,12 +51,18 @@ class Crew(Generic[CommandT, ReplyT]):
 
     Parameters
     ----------
-    module: the module run in each worker, with the worker's setup (JSON) as its one argument.
-    setups: worker name -> setup.
-    decode: reads one reply from JSON; raises `msgspec.DecodeError` for anything else.
-    failure: says the error in a reply, or None when the reply is a good one.
-    log_folder: where each worker's error output goes.
-    environment: variables set for the workers on top of this process's own.
+    module
+        The module run in each worker, with the worker's setup (JSON) as its one argument.
+    setups
+        Worker name -> setup.
+    decode
+        Reads one reply from JSON; raises `msgspec.DecodeError` for anything else.
+    failure
+        Says the error in a reply, or None when the reply is a good one.
+    log_folder
+        Where each worker's error output goes.
+    environment
+        Variables set for the workers on top of this process's own.
     """
 
     def __init__(
@@ -106,7 +112,8 @@ class Crew(Generic[CommandT, ReplyT]):
 
         Raises
         ------
-        CrewError: a worker replied with a failure, any worker ended, or a reply is missing after `deadline_s`.
+        CrewError
+            A worker replied with a failure, any worker ended, or a reply is missing after `deadline_s`.
         """
         for worker, command in commands.items():
             self._write(worker, command)

@@ -50,11 +50,16 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    worker: its name.
-    rank, group_size: its place among the trainers, or in its engine.
-    folder: the demo's own temporary folder; rendezvous and process group stores live in it.
-    layers: of the model.
-    deadline_s: for every wait on a peer.
+    worker
+        Its name.
+    rank, group_size
+        Its place among the trainers, or in its engine.
+    folder
+        The demo's own temporary folder; rendezvous and process group stores live in it.
+    layers
+        Of the model.
+    deadline_s
+        For every wait on a peer.
     """
 
     worker: str

@@ -45,14 +45,22 @@ class UpdateResult(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    loss: before the step, averaged over the trainers.
-    changed_elements: weights whose bits the step changed.
-    bytes_sent_by_trainers, trainers: all together, and each; `model_bytes` is one copy of the model.
-    rollouts: what each received and what it needs.
-    tensors_compared, bytes_compared, logits_compared: over all rollout ranks.
-    differences: empty when everything is proven.
-    measured: the library's own measures of the transfer.
-    seconds: wall time of the steps.
+    loss
+        Before the step, averaged over the trainers.
+    changed_elements
+        Weights whose bits the step changed.
+    bytes_sent_by_trainers, trainers
+        All together, and each; `model_bytes` is one copy of the model.
+    rollouts
+        What each received and what it needs.
+    tensors_compared, bytes_compared, logits_compared
+        Over all rollout ranks.
+    differences
+        Empty when everything is proven.
+    measured
+        The library's own measures of the transfer.
+    seconds
+        Wall time of the steps.
     """
 
     version: int

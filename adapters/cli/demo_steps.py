@@ -52,10 +52,14 @@ class DemoSteps:
 
     Parameters
     ----------
-    crew: the worker processes, named as in plans.
-    phases: where each step is shown and timed.
-    folder: the demo's own; checkpoints are made in it.
-    deadline_s: for every step.
+    crew
+        The worker processes, named as in plans.
+    phases
+        Where each step is shown and timed.
+    folder
+        The demo's own; checkpoints are made in it.
+    deadline_s
+        For every step.
     """
 
     def __init__(self, crew: Crew[Command, Reply], phases: Phases, folder: Path, *, deadline_s: float) -> None:

@@ -39,7 +39,8 @@ def tp_load_weights(model: PreTrainedModel) -> LoadWeights:
 
     Parameters
     ----------
-    model: came from `from_pretrained(..., distributed_config=...)`, which may be tensor, expert or FSDP parallel.
+    model
+        Came from `from_pretrained(..., distributed_config=...)`, which may be tensor, expert or FSDP parallel.
 
     Returns
     -------
@@ -48,7 +49,8 @@ def tp_load_weights(model: PreTrainedModel) -> LoadWeights:
 
     Raises
     ------
-    ValueError: when the model was not distributed by transformers.
+    ValueError
+        When the model was not distributed by transformers.
     """
     layout = getattr(model.config, "distributed_config", None)
     if layout is None:

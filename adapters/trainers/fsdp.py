@@ -46,7 +46,8 @@ def fsdp_load_weights(model: PreTrainedModel) -> LoadWeights:
 
     Parameters
     ----------
-    model: a transformers model to which `torch.distributed.fsdp.fully_shard` was applied, on any mesh.
+    model
+        A transformers model to which `torch.distributed.fsdp.fully_shard` was applied, on any mesh.
 
     Returns
     -------

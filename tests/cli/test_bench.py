@@ -103,3 +103,9 @@ def test_a_missing_checkout_is_said(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["bench", "--list", "--folder", str(missing)])
     assert outcome.exit_code == 2
     assert "belong to the source checkout" in outcome.stderr
+
+
+def test_the_version_is_printed() -> None:
+    outcome = CliRunner().invoke(app, ["--version"])
+    assert outcome.exit_code == 0
+    assert outcome.stdout.startswith("transload ")
