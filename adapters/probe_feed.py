@@ -16,7 +16,7 @@ places of their own, so that to the loader they look like tensors that own their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -56,17 +56,17 @@ class Pattern:
 class Feed:
     """The checkpoint's tensors in order, as ``(name, tensor)``; may be iterated again, and ``next`` works too."""
 
-    def __init__(self, feeder: Feeder) -> None:
-        self._feeder = feeder
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        self._tensors = tensors
         self._begun: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         begun, self._begun = self._begun, None
-        return self._feeder.tensors() if begun is None else begun
+        return self._tensors() if begun is None else begun
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._begun is None:
-            self._begun = self._feeder.tensors()
+            self._begun = self._tensors()
         return next(self._begun)
 
 
@@ -132,7 +132,7 @@ class Feeder:
 
     def feed(self) -> Feed:
         """What ``load_weights`` gets."""
-        return Feed(self)
+        return Feed(self.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every checkpoint tensor of the prepared load, in the order of the space."""

@@ -15,10 +15,12 @@ twice with unstructured numbers (verification), and all parameters get their own
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Literal, TypeAlias
 
 from adapters.probe_claims import claims_of_codes, claims_of_values
 from adapters.probe_depends import find_dependencies
@@ -27,17 +29,23 @@ from adapters.probe_live import LiveTensor, Parameters, live_tensors
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
 from adapters.torch_bits import as_bits
+from adapters.trace_compare import probe_against_trace
+from adapters.tracing import trace
 from layout_algebra.diff2 import Diff2, encode
 from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
 from layout_algebra.residues import Codebook, Pass, choose_codebook, plan_passes
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
 
-__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "LoadWeights", "Progress", "live_tensors", "probe"]
+__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Extractor", "LoadWeights", "Progress", "live_tensors", "probe"]
+
+Extractor: TypeAlias = Literal["probe", "trace", "both"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
 _SMALL_BYTES = 1 << 22
 _MOST_THREADS = 8
+
+_log = logging.getLogger(__name__)
 
 
 def probe(
@@ -48,6 +56,7 @@ def probe(
     agree: Callable[[int], int] | None = None,
     progress: Progress | None = None,
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+    extractor: Extractor = "probe",
 ) -> SourceMap:
     """Find the source map of a worker by running its loader.
 
@@ -70,6 +79,10 @@ def probe(
     memory_limit_bytes
         Bound on memory beside the copy of the parameters: the buffer that feeds (about the largest checkpoint
         tensor) and the lists that passes leave.
+    extractor
+        ``"trace"`` follows the loader's torch operations without values (see ``adapters.tracing``; ``agree`` and
+        ``memory_limit_bytes`` have no meaning then). ``"both"`` does both, gives the probe's map, and reports what
+        differs through the log and ``progress``.
 
     Returns
     -------
@@ -86,8 +99,11 @@ def probe(
         If no element came from the checkpoint.
     ParameterReplacedError
         If the live tensors' names or sizes change from call to call.
+    TracingError
+        If the loader was to be traced and does what tracing cannot follow.
     ProbeError
-        Its parent, for what else stops discovery. In every case all tensors have their own bits again.
+        Its parent, for what else stops discovery, and for two extractors that contradict each other. In every case all
+        tensors have their own bits again.
 
     Notes
     -----
@@ -95,6 +111,15 @@ def probe(
     parameters. Loads are repeated with private copies for a loader that writes into its input or keeps it, and with
     tamer numbers for one that refuses those of verification.
     """
+    if extractor != "probe":
+        return _with_trace(
+            extractor,
+            lambda: probe(
+                load_weights, parameters, space, agree=agree, progress=progress, memory_limit_bytes=memory_limit_bytes
+            ),
+            lambda: trace(load_weights, parameters, space, progress=progress).source_map,
+            progress,
+        )
     codebook = choose_codebook(space)
     passes = plan_passes(codebook, space.total_elements)
     with ThreadPoolExecutor(_threads(), thread_name_prefix="probe") as executor:
@@ -112,6 +137,22 @@ def probe(
             depends = find_dependencies(worker, found, values)
     settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
     return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
+
+
+def _with_trace(
+    extractor: str, probed: Callable[[], SourceMap], traced: Callable[[], SourceMap], progress: Progress | None
+) -> SourceMap:
+    if extractor == "trace":
+        return traced()
+    if extractor != "both":
+        raise ProbeError(f"extractor {extractor!r}; expected \"probe\", \"trace\" or \"both\"")
+
+    def note(text: str) -> None:
+        _log.warning(text)
+        if progress is not None:
+            progress(text, 0, 1)
+
+    return probe_against_trace(probed, traced, note)
 
 
 def _settle(worker: ProbedWorker, claims: dict[str, Claims]) -> dict[str, ParameterMap]:

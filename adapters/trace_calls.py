@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _PLAIN = ("bool", "int", "float", "number", "SymInt")
@@ -127,4 +126,12 @@ def makes_floats(call: Call) -> bool:
 
 def tensors_in(values: Iterable[object]) -> list[torch.Tensor]:
     """All tensors in nested lists and dicts."""
-    return [one for one in tree_flatten(list(values))[0] if isinstance(one, torch.Tensor)]
+    out: list[torch.Tensor] = []
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            out.append(one)
+        elif isinstance(one, list | tuple):
+            out += tensors_in(one)
+        elif isinstance(one, dict):
+            out += tensors_in(one.values())
+    return out

@@ -66,7 +66,7 @@ class Content:
             content._add([Piece(nested(0, first, ((spec.elements, width, 1),))[0], width, label)])
         return content
 
-    def read(self, relation: Grid, width: int, fallback: int, *, whole: bool = False) -> list[Piece]:
+    def read(self, relation: Grid, width: int, fallback: int | None, *, whole: bool = False) -> list[Piece]:
         """What elements at some places hold, as pieces at the relation's numbers.
 
         Parameters
@@ -76,7 +76,7 @@ class Content:
         width
             Bytes of one element.
         fallback
-            Label of elements that need no piece.
+            Label of elements that need no piece; None where all do.
         whole
             Whether an element must be one here; else its bytes may be taken apart, and the relation's numbers must
             be bytes too.
@@ -96,7 +96,8 @@ class Content:
             for grid in meet(mine, theirs) if inside is None else inside:
                 found += [Piece(one, wide, piece.label, piece.table) for one in nested(*grid)]
                 seen.append((theirs, wide))
-        if self.default != fallback:
+        covered = sum(piece.grid.elements * piece.width for piece in found) == relation.elements * width
+        if self.default != fallback and not covered:
             finest = min([width, *(wide for _, wide in seen)])
             rest = [_expanded(relation, width, finest, finest) if finest < width else relation]
             for grid, wide in seen:

@@ -66,6 +66,10 @@ class Arena:
         page.fill_(1)
         return probe.touched() is not None
 
+    def holds(self, address: int) -> bool:
+        """Whether an address was reserved here."""
+        return any(base <= address < base + used for base, used in zip(self._bases, self._used, strict=True))
+
     def touched(self) -> int | None:
         """The first address of a page that somebody read or wrote, or None."""
         try:
@@ -190,7 +194,7 @@ class Memories:
         """Where a tensor's storage stands, or None for one that the trace does not follow."""
         storage = tensor.untyped_storage()
         found = self._places.get(storage._cdata)
-        if found is None and self._live:
+        if found is None:
             found = self._alias(tensor, storage)
         return found
 
@@ -238,10 +242,14 @@ class Memories:
         return place
 
     def _alias(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Place | None:
-        """A storage not seen before that lies in live memory."""
+        """A storage not seen before that lies in live memory or in the arena."""
         if tensor.device.type == "meta" or not storage.nbytes():
             return None
         start, device = storage.data_ptr(), str(tensor.device)
+        if self.arena.holds(start):
+            below = [one for one in self._places.values() if one.lent and one.address <= start]
+            home = max(below, key=lambda one: one.address)
+            return self._note(tensor, home.content, start - home.address, start, lent=True)
         stop = start + storage.nbytes()
         near = [live for live in self._live if live[0] == device and start < live[2] and stop > live[1]]
         if len(near) > 1:

@@ -95,7 +95,7 @@ class Moves:
                 return self.labels.cast(label, read_as, to, tensors)
 
         try:
-            pieces = self._moved(target, source, whole=change is not None)
+            pieces = self._moved(target, source, changed=change is not None)
         except Partial:
             tensors, steps, _ = self.behind(source)
             self.fill(target, self.labels.computed(steps, f"view({read_as})", tensors))
@@ -160,13 +160,14 @@ class Moves:
         rest = [] if view.content.default == CONSTANT else [Piece(Grid(0, 0, ()), 1, INITIAL)]
         return [*near, *rest]
 
-    def _moved(self, target: View, source: View, *, whole: bool) -> list[Piece]:
-        """The pieces of ``source`` at the places of ``target``."""
+    def _moved(self, target: View, source: View, *, changed: bool) -> list[Piece]:
+        """The pieces of ``source`` at the places of ``target``: whole elements, and all of them, if they change."""
         steps = tuple(zip(target.shape, source.strides, target.strides, strict=True))
+        fallback = None if changed else target.content.default
         try:
             pieces = []
             for grid in nested(source.start, target.start, steps):
-                pieces += source.content.read(grid, source.width, target.content.default, whole=whole)
+                pieces += source.content.read(grid, source.width, fallback, whole=changed)
             return pieces
         except Irregular:
             table = source.content.listed(source.places(), source.width)

@@ -49,7 +49,14 @@ _RAW = frozenset((
     "map2_", "share_memory_",
 ))  # fmt: skip
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+_NO_LIVE_VALUES = (
+    "it needs values of live or traced memory, which is not read; a tensor that only steers the loader can be left out "
+    "of `parameters`"
+)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -82,7 +89,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if any(_has_own_dispatch(one) for one in types):
-            return NotImplemented
+            # Fake tensors, as sharded ones use to find shapes, are for the mode below; other subclasses for themselves.
+            fake = any(one.__name__ == "FakeTensor" for one in types)
+            return func(*args, **(kwargs or {})) if fake else NotImplemented
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = kind_of(func)
@@ -95,6 +104,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.refusal = TracingError(f"load_weights calls {call.text} at {loader_line()}: {error}")
                     raise self.refusal from error
                 raise
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load its compiler, which takes seconds, to keep it away from this mode."""
+        return False
 
     def refuse(self, what: str, tensors: Iterable[torch.Tensor], why: str) -> NoReturn:
         """Say where the loader left the ground.
@@ -117,11 +131,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """New followed tensors of the shapes that an operation would return."""
         return tree_map_only(torch.Tensor, lambda one: self.moves.blank(one, call.text), self._shapes(call))
 
-    def values(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor whose values the operation needs, such as an index; refused if it depends on the checkpoint."""
-        if self.moves.view(tensor) is not None:
-            self.refuse(call.text, [tensor], "it needs values, as an index or a mask, and they depend on loading")
-        return tensor
+    def knows(self, call: Call, tensors: Iterable[torch.Tensor], *, shape: bool = False) -> bool:
+        """Whether the values of an index or a mask are known; if they come from the checkpoint, results are computed.
+
+        Parameters
+        ----------
+        shape
+            Whether the shape of a result hangs on a mask's values.
+
+        Raises
+        ------
+        TracingError
+            If it does and they are not known, or they are those of a live tensor.
+        """
+        known = True
+        for one in tensors:
+            view = self.moves.view(one)
+            if view is None:
+                continue
+            known = False
+            if shape and one.dtype in (torch.bool, torch.uint8):
+                self.refuse(call.text, [one], "the shape of its result depends on values")
+            if not self.moves.behind(view)[0]:
+                self.refuse(call.text, [one], _NO_LIVE_VALUES)
+        return known
 
     def compute(self, call: Call) -> object:
         """Follow an operation that computes: its results depend on its inputs, and are copies of none."""
@@ -187,7 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             floats = isinstance(shapes, torch.Tensor) and shapes.is_floating_point()
             return self.outputs(call) if floats else func(*call.args, **call.kwargs)
         if kind.needs_values:
-            self.refuse(call.text, call.inputs, "it needs values")
+            self.refuse(call.text, call.inputs, self._why_values(call))
         return self.compute(call)
 
     def _shapes(self, call: Call) -> object:
@@ -207,6 +240,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.func.namespace not in ("aten", "prims") or isinstance(error, NotImplementedError):
                 self.refuse(call.text, call.inputs, f"nothing says what it returns ({type(error).__name__})")
             raise
+
+    def _why_values(self, call: Call) -> str:
+        views = [view for view in map(self.moves.view, call.inputs) if view is not None]
+        loaded = any(self.moves.behind(view)[0] for view in views)
+        return "it needs values, which the checkpoint has and tracing has not" if loaded else _NO_LIVE_VALUES
 
     def _described(self, tensor: torch.Tensor) -> str:
         """A followed tensor as a person knows it."""
@@ -241,12 +279,12 @@ class Guard(TorchFunctionMode):
                 if address is not None:
                     return address
             elif memories.place(first) is not None:
-                self._recorder.refuse(f"Tensor.{name}", [first], "it needs the values")
+                self._recorder.refuse(f"Tensor.{name}", [first], "it reaches for memory, which has no values")
         return func(*args, **(kwargs or {}))
 
 
 def loader_line() -> str:
-    """The innermost line of the stack that is neither torch's nor of these modules."""
+    """The innermost line of the stack that is neither Python's own, nor torch's, nor of these modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = line_of(frame, frame.f_lineno)
@@ -257,11 +295,12 @@ def loader_line() -> str:
 
 
 def line_of(frame: FrameType, number: int) -> str | None:
-    """A line of code as a person finds it, or None if it is torch's or of these modules."""
+    """A line of code as a person finds it, or None if it is a library's or of these modules."""
     path = os.path.abspath(frame.f_code.co_filename)
     folder, file = os.path.split(path)
     ours = folder == _HERE and file.startswith(("trace_", "tracing", "probing"))
-    if ours or folder.startswith(_TORCH) or frame.f_code.co_filename.startswith("<frozen"):
+    library = folder.startswith(_LIBRARY) and "site-packages" not in folder
+    if ours or library or folder.startswith(_TORCH) or frame.f_code.co_filename.startswith("<frozen"):
         return None
     return f"{frame.f_code.co_filename}:{number} in {frame.f_code.co_name}"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from adapters.trace_calls import tensors_in
 from adapters.trace_content import MOST_LISTED
 from adapters.trace_pieces import CONSTANT, Table
 
@@ -24,6 +25,7 @@ Rule: TypeAlias = "Callable[[Recorder, Call], object]"
 
 _MANY_RUNS = 256
 _VALUES = ("index", "indices", "mask", "condition")
+_NUMBERS = ("self", "other", "value")
 
 
 def _copy(recorder: Recorder, call: Call) -> object:
@@ -145,9 +147,10 @@ def _pad(recorder: Recorder, call: Call) -> object:
 
 
 def _index_select(recorder: Recorder, call: Call) -> object:
+    index, source = call.tensor("index").reshape(-1), call.tensor("self")
+    if not recorder.knows(call, [index]):
+        return recorder.compute(call)
     out = _target(recorder, call)
-    index = recorder.values(call, call.tensor("index")).reshape(-1)
-    source = call.tensor("self")
     if not source.ndim:
         recorder.moves.transfer(out.view(()), source)
         return out
@@ -156,7 +159,10 @@ def _index_select(recorder: Recorder, call: Call) -> object:
 
 
 def _index(recorder: Recorder, call: Call) -> object:
-    source, found = call.tensor("self"), _single_index(recorder, call)
+    source = call.tensor("self")
+    if not recorder.knows(call, call.tensors("indices"), shape=True):
+        return recorder.compute(call)
+    found = _single_index(call)
     if found is None:
         return _listed(recorder, call)
     axis, index = found
@@ -169,25 +175,27 @@ def _index(recorder: Recorder, call: Call) -> object:
 
 def _index_put(recorder: Recorder, call: Call) -> object:
     """In place: rows by an index; anything else on lists."""
-    target, found = call.tensor("self"), _single_index(recorder, call)
-    if call.named.get("accumulate", False):
+    target, found = call.tensor("self"), _single_index(call)
+    if call.named.get("accumulate", False) or not recorder.knows(call, call.tensors("indices")):
         return recorder.compute(call)
     if found is None or found[1].ndim != 1:
         return _listed(recorder, call)
     axis, index = found
     shape = (*target.shape[:axis], index.numel(), *target.shape[axis + 1 :])
-    return _put_rows(recorder, call, target, axis, index, call.tensor("values").expand(shape))
+    return _put_rows(recorder, target, axis, index, call.tensor("values").expand(shape))
 
 
 def _index_copy(recorder: Recorder, call: Call) -> object:
-    target, index = call.tensor("self"), recorder.values(call, call.tensor("index"))
-    return _put_rows(recorder, call, target, call.number("dim") % max(target.ndim, 1), index, call.tensor("source"))
+    target, index = call.tensor("self"), call.tensor("index")
+    if not recorder.knows(call, [index]):
+        return recorder.compute(call)
+    return _put_rows(recorder, target, call.number("dim") % max(target.ndim, 1), index, call.tensor("source"))
 
 
 def _index_fill(recorder: Recorder, call: Call) -> object:
-    if isinstance(call.named["value"], torch.Tensor):
-        return NotImplemented
-    target, index = call.tensor("self"), recorder.values(call, call.tensor("index"))
+    target, index = call.tensor("self"), call.tensor("index")
+    if isinstance(call.named["value"], torch.Tensor) or not recorder.knows(call, [index]):
+        return recorder.compute(call)
     view = recorder.moves.followed(target)
     axis = call.number("dim") % max(target.ndim, 1)
     for _, first, step, count in _runs(_positive(index, target.shape[axis])):
@@ -207,31 +215,24 @@ def _slice_scatter(recorder: Recorder, call: Call) -> object:
     return out
 
 
-def _where(recorder: Recorder, call: Call) -> object:
-    recorder.values(call, call.tensor("condition"))
-    return _listed(recorder, call)
-
-
 def _listed(recorder: Recorder, call: Call) -> object:
     """Any operation that moves elements by a table: done on lists of ids and of labels."""
-    if call.named.get("accumulate", False) or call.named.get("reduce") is not None:
+    choosing = [one for name in _VALUES for one in tensors_in([call.named.get(name)])]
+    adding = call.named.get("accumulate", False) or call.named.get("reduce") is not None
+    if adding or not recorder.knows(call, choosing):
         return recorder.compute(call)
     out = call.written[0] if call.kind.written else _one(recorder.outputs(call))
     ids: dict[str, object] = {}
     labels: dict[str, object] = {}
     for name, value in call.named.items():
         if name in _VALUES:
-            tensors = value if isinstance(value, list | tuple) else [value]
-            for one in tensors:
-                if isinstance(one, torch.Tensor):
-                    recorder.values(call, one)
             ids[name] = labels[name] = value
         elif isinstance(value, torch.Tensor):
             table = recorder.moves.listed(value, out.dtype)
             ids[name] = torch.from_numpy(table.ids).view(value.shape)
             labels[name] = torch.from_numpy(table.labels.astype(np.int64)).view(value.shape)
         else:
-            ids[name] = labels[name] = 0 if name == "value" else value
+            ids[name] = labels[name] = 0 if name in _NUMBERS else value
     found_ids = _one(call.func(**ids)).contiguous()
     found_labels = _one(call.func(**labels)).contiguous()
     table = Table(found_ids.view(-1).numpy(), found_labels.view(-1).numpy().astype(np.int32))
@@ -239,11 +240,11 @@ def _listed(recorder: Recorder, call: Call) -> object:
     return out
 
 
-def _single_index(recorder: Recorder, call: Call) -> tuple[int, torch.Tensor] | None:
+def _single_index(call: Call) -> tuple[int, torch.Tensor] | None:
     """The axis and the integer index where just one axis is indexed, else None."""
     given = call.named["indices"]
     assert isinstance(given, list | tuple)
-    used = [(axis, recorder.values(call, one)) for axis, one in enumerate(given) if isinstance(one, torch.Tensor)]
+    used = [(axis, one) for axis, one in enumerate(given) if isinstance(one, torch.Tensor)]
     if len(used) != 1:
         return None
     axis, index = used[0]
@@ -273,7 +274,7 @@ def _take_rows(recorder: Recorder, out: torch.Tensor, source: torch.Tensor, axis
 
 
 def _put_rows(
-    recorder: Recorder, call: Call, target: torch.Tensor, axis: int, index: torch.Tensor, source: torch.Tensor
+    recorder: Recorder, target: torch.Tensor, axis: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
     """Some indices of one axis of ``target`` become ``source``."""
     chosen = _positive(index, target.shape[axis] if target.ndim else 1)
@@ -352,12 +353,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             (_index_copy, ("index_copy_",)),
             (_index_fill, ("index_fill_",)),
             (_slice_scatter, ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")),
-            (_where, ("where",)),
             (
                 _listed,
-                ("gather", "take", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "scatter",
-                 "scatter_", "index_put", "index_copy", "index_fill", "put", "put_", "tril", "triu", "tril_", "triu_",
-                 "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "diag_embed", "im2col", "rot90"),
+                ("where", "gather", "take", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_",
+                 "scatter", "scatter_", "index_put", "index_copy", "index_fill", "put", "put_", "tril", "triu", "tril_",
+                 "triu_", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "diag_embed"),
             ),
         )
         for name in names

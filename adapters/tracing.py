@@ -22,17 +22,19 @@ It follows loaders made of torch operations. ``adapters.probing`` runs any loade
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import GeneratorType, MappingProxyType
-from typing import TypeAlias
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from adapters.probe_feed import Feed
 from adapters.probe_live import LiveTensor, Parameters, check_same, find_live
+from adapters.probe_worker import LoadWeights, Progress
 from adapters.torch_bits import torch_dtype
 from adapters.trace_operations import Guard, Recorder, line_of
 from adapters.trace_result import Settled, settle
@@ -42,13 +44,8 @@ from layout_algebra.space import CheckpointSpace
 
 __all__ = ["TracedMap", "trace"]
 
-LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-Progress: TypeAlias = Callable[[str, int, int], None]
-
 _REPORTS = 100
 _HIDDEN = "Cannot access data pointer"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +119,7 @@ def trace(
     try:
         stage.enter()
         with torch.no_grad(), Guard(recorder), recorder:
-            _run(load_weights, _Feed(recorder, space, progress), recorder)
+            _run(load_weights, Feed(partial(_fed, recorder, space, progress)), recorder)
             now = find_live(parameters)
             check_same(stage.first, now, sharing=False)
             found = {one.name: _settled(recorder, one) for one in now}
@@ -136,30 +133,15 @@ def trace(
     return TracedMap(source_map, MappingProxyType(operations))
 
 
-class _Feed:
-    """The checkpoint's tensors in order, as ``(name, tensor)``; may be iterated again, and ``next`` works too."""
-
-    def __init__(self, recorder: Recorder, space: CheckpointSpace, progress: Progress | None) -> None:
-        self._recorder = recorder
-        self._space = space
-        self._progress = progress
-        self._begun: Iterator[tuple[str, torch.Tensor]] | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        begun, self._begun = self._begun, None
-        return self._tensors() if begun is None else begun
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        if self._begun is None:
-            self._begun = self._tensors()
-        return next(self._begun)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        total = len(self._space)
-        for done, name in enumerate(self._space.names):
-            if self._progress is not None and done % (total // _REPORTS + 1) == 0:
-                self._progress("tracing load_weights", done, total)
-            yield name, self._recorder.moves.checkpoint_tensor(name)
+def _fed(recorder: Recorder, space: CheckpointSpace, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that stand for the checkpoint's, in the order of the space."""
+    total = len(space)
+    for done, name in enumerate(space.names):
+        if progress is not None and done % (total // _REPORTS + 1) == 0:
+            progress("tracing load_weights", done, total)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            tensor = recorder.moves.checkpoint_tensor(name)
+        yield name, tensor
 
 
 class _Stage:
@@ -220,7 +202,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _run(load_weights: LoadWeights, feed: _Feed, recorder: Recorder) -> None:
+def _run(load_weights: LoadWeights, feed: Feed, recorder: Recorder) -> None:
     """Call the loader; whatever it does with a refusal, it stays refused."""
     try:
         result = load_weights(feed)
