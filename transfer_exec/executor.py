@@ -189,6 +189,8 @@ class Executor:
         It returns the `WorkerReport`. `run` is the usual way to drive it.
         """
         check_process(self._pid, self._program.worker)
+        if self._abort_reason:
+            raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) before version {version}")
         if self._failure:
             raise ProgramError(f"{self._program.worker}: {self._failure}; make a new executor on a new transport")
         if version <= self._newest or first_number(version + 1, self._program.rounds) >= _SEQUENCE_LIMIT:

@@ -221,6 +221,8 @@ def test_abort_from_another_thread() -> None:
     threading.Timer(0.1, lambda: executors["engine/0/0"].abort("the leader said so")).start()
     with pytest.raises(TransportError, match=r"engine/0/0: aborted \(the leader said so\) at version 0, round 0"):
         executors["engine/0/0"].run(0)
+    with pytest.raises(TransportError, match=r"aborted \(the leader said so\) before version 1"):
+        executors["engine/0/0"].run(1)
 
 
 def test_closing_stops_a_run() -> None:

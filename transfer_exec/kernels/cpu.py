@@ -1,7 +1,7 @@
 """The CPU backend: numba loops that release the GIL.
 
-A stretch that is contiguous on both sides is one ``memcpy``; everything else goes element by element in small square
-tiles, so that a transpose touches every cache line once. Work is split over threads of our own by bytes.
+A stretch that is contiguous on both sides is one ``memcpy``; everything else goes element by element in small
+tiles, so that a transpose finds its cache lines again. Work is split over threads of our own by bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from transfer_exec.kernels._memory import (
 )
 from transfer_exec.kernels.base import RowColumn
 
-_TILE = 32
+_TILE_COUNT = 64
+_TILE_LENGTH = 8  # as many lines as a cache set has ways: strides that are powers of two fall into one set
 _BLOCK = 512
 _MIN_BYTES_PER_THREAD = 1 << 20
 _KIND = {"BF16": BF16, "F16": F16, "F32": F32, "F64": F64}
@@ -157,10 +158,11 @@ def _copy8(
     source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
     length: int, count: int,
 ) -> None:  # fmt: skip
-    for i0 in range(0, count, _TILE):
-        for j0 in range(0, length, _TILE):
-            for i in range(i0, min(i0 + _TILE, count)):
-                for j in range(j0, min(j0 + _TILE, length)):
+    tile = _TILE_LENGTH if count > 1 else length
+    for i0 in range(0, count, _TILE_COUNT):
+        for j0 in range(0, length, tile):
+            for i in range(i0, min(i0 + _TILE_COUNT, count)):
+                for j in range(j0, min(j0 + tile, length)):
                     store8(
                         target + i * target_step + j * target_stride,
                         load8(source + i * source_step + j * source_stride),
@@ -172,10 +174,11 @@ def _copy16(
     source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
     length: int, count: int,
 ) -> None:  # fmt: skip
-    for i0 in range(0, count, _TILE):
-        for j0 in range(0, length, _TILE):
-            for i in range(i0, min(i0 + _TILE, count)):
-                for j in range(j0, min(j0 + _TILE, length)):
+    tile = _TILE_LENGTH if count > 1 else length
+    for i0 in range(0, count, _TILE_COUNT):
+        for j0 in range(0, length, tile):
+            for i in range(i0, min(i0 + _TILE_COUNT, count)):
+                for j in range(j0, min(j0 + tile, length)):
                     store16(
                         target + i * target_step + j * target_stride,
                         load16(source + i * source_step + j * source_stride),
@@ -187,10 +190,11 @@ def _copy32(
     source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
     length: int, count: int,
 ) -> None:  # fmt: skip
-    for i0 in range(0, count, _TILE):
-        for j0 in range(0, length, _TILE):
-            for i in range(i0, min(i0 + _TILE, count)):
-                for j in range(j0, min(j0 + _TILE, length)):
+    tile = _TILE_LENGTH if count > 1 else length
+    for i0 in range(0, count, _TILE_COUNT):
+        for j0 in range(0, length, tile):
+            for i in range(i0, min(i0 + _TILE_COUNT, count)):
+                for j in range(j0, min(j0 + tile, length)):
                     store32(
                         target + i * target_step + j * target_stride,
                         load32(source + i * source_step + j * source_stride),
@@ -202,10 +206,11 @@ def _copy64(
     source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
     length: int, count: int,
 ) -> None:  # fmt: skip
-    for i0 in range(0, count, _TILE):
-        for j0 in range(0, length, _TILE):
-            for i in range(i0, min(i0 + _TILE, count)):
-                for j in range(j0, min(j0 + _TILE, length)):
+    tile = _TILE_LENGTH if count > 1 else length
+    for i0 in range(0, count, _TILE_COUNT):
+        for j0 in range(0, length, tile):
+            for i in range(i0, min(i0 + _TILE_COUNT, count)):
+                for j in range(j0, min(j0 + tile, length)):
                     store64(
                         target + i * target_step + j * target_stride,
                         load64(source + i * source_step + j * source_stride),
