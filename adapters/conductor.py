@@ -167,7 +167,8 @@ class Conductor:
         Nothing is raised before all are there, or the deadline is over: a rank that has not called would not hear it.
         """
         missing = [worker for worker in self._trainers if worker not in calls]
-        if missing and waited_s < self._steps.deadline_s:
+        gone = [worker for worker in missing if worker in self._steps.gone]
+        if missing and not gone and waited_s < self._steps.deadline_s:
             return False
         self._steps.open()
         first = next(iter(calls.values()))
@@ -179,6 +180,8 @@ class Conductor:
                     f"{first.worker} called {_shown(first)}, {call.worker} called {_shown(call)}; every trainer rank "
                     "must make the same call"
                 )
+        if gone:
+            raise LostWorkerError(f"{', '.join(gone)} is gone, and {_shown(first)} is collective over the trainers")
         if missing:
             raise DeadlineError(
                 f"{', '.join(missing)} did not call {_shown(first)} within {self._steps.deadline_s:g} s; it is "

@@ -79,6 +79,15 @@ class Steps:
         Takes a message to a group's lead; any thread may call it.
     deadline_s
         Of every step.
+
+    Attributes
+    ----------
+    rosters
+        Who has joined, by group.
+    calls
+        Trainers that have called and wait, and what.
+    gone
+        Trainers that had joined and were lost.
     """
 
     def __init__(self, send: Callable[[str, ToLead], None], *, deadline_s: float) -> None:
@@ -92,6 +101,7 @@ class Steps:
         self._engaged: dict[str, None] = {}
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
+        self.gone: set[str] = set()
 
     @property
     def deadline_s(self) -> float:
@@ -220,6 +230,8 @@ class Steps:
     def _sort(self, item: FromLead | GroupLost | None) -> None:
         match item:
             case Roster(group=group):
+                if group == TRAINERS:
+                    self._note_trainers(item)
                 self.rosters[group] = item
             case GroupLost(group, _):
                 self.rosters.pop(group, None)
@@ -233,3 +245,10 @@ class Steps:
                     self._send(TRAINERS, End(self._last_ended, Failure("StaleError", worker, text)))
             case _:
                 pass
+
+    def _note_trainers(self, roster: Roster) -> None:
+        before = self.rosters.get(TRAINERS)
+        there = {member.worker for member in roster.members}
+        self.gone = (
+            self.gone | {m.worker for m in (before.members if before else ()) if m.worker not in there}
+        ) - there
