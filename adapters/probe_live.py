@@ -32,6 +32,7 @@ BACKGROUND = MappingProxyType({"F16": 0x8155, "BF16": 0xA5A5, "F32": 0xA5A5A5A5,
 """Bits of the background by dtype: small negative numbers, finite, never fed. Dtypes not listed keep their values."""
 
 _PIECE_ELEMENTS = 1 << 22
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,10 +150,7 @@ class Keeper:
     def __init__(self, live: tuple[LiveTensor, ...], executor: Executor) -> None:
         self._live = live
         self._executor = executor
-        self._kept: dict[str, Bits] = {}
-        for one in live:
-            kept = np.empty(one.tensor.numel(), storage_type(one.tensor.element_size()))
-            self._kept.update((name, kept) for name in one.names)
+        self._kept = _room_for(live)
         self._steering, self._overlapping = _steering(live)
         self._pieces = [
             piece for one in live for piece in _pieces(one, self._kept[one.name], clear=one.name not in self._steering)
@@ -267,6 +265,18 @@ class _Piece:
             _write(self.of, self.kept)
         else:
             np.copyto(self.live(), self.kept)
+
+
+def _room_for(live: tuple[LiveTensor, ...]) -> dict[str, Bits]:
+    """Room for every tensor's bits, by each of its names: one block, which the system can back with large pages."""
+    sizes = [one.tensor.numel() * one.tensor.element_size() for one in live]
+    starts = np.cumsum([0, *(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)])
+    block = np.empty(int(starts[-1]), dtype=np.uint8)
+    room: dict[str, Bits] = {}
+    for one, start, size in zip(live, starts.tolist(), sizes, strict=False):
+        bits = block[start : start + size].view(storage_type(one.tensor.element_size()))
+        room.update((name, bits) for name in one.names)
+    return room
 
 
 def _plain(name: str, tensor: object) -> torch.Tensor:
