@@ -4,8 +4,7 @@ Everybody compiles from the same plan, so the two ends of a message agree on fla
 that is why ranks compare the plan's digest first. Nothing here touches memory or a clock.
 
 >>> import numpy as np
->>> from layout_algebra.errors import UnsupportedDtypeError
-from layout_algebra.runs import RunTable
+>>> from layout_algebra.runs import RunTable
 >>> from layout_algebra.source_map import SourceMap
 >>> from layout_algebra.space import CheckpointSpace, TensorSpec
 >>> from transfer_exec.plan import Hop, Plan, Route, Stage
