@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec import compiler
 from transfer_exec.compiler import compile_program
 from transfer_exec.errors import ProgramError
 from transfer_exec.plan import Hop, Plan, Route, Stage
 from transfer_exec.program import Assemble, Await, Exchange, Pack, ProgramTensor, Release, Write
+from transfer_exec.transport import loopback
 
 SPACE = CheckpointSpace([TensorSpec("w", (12,), "F32"), TensorSpec("x", (4,), "BF16")])
 IDS = np.arange(1, 13)
@@ -161,3 +165,9 @@ def test_conversions_that_do_not_exist_are_refused_by_name() -> None:
     compile_program(plan, "t0", held)
     refused("w on a0 is F32: a checkpoint tensor of another dtype is assembled into it", plan, "a0", needed)
     refused("w on t0 is F32: a checkpoint tensor of another dtype is sent from it", plan, "t0", needed)
+
+
+@pytest.mark.parametrize("module", [compiler, loopback])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    assert doctest.testmod(module).attempted > 5
+    assert doctest.testmod(module).failed == 0
