@@ -324,13 +324,15 @@ class Conductor:
             known = self._engines[group].version
             if known is not None and version <= known:
                 raise VersionError(f"version {version} is not newer than {known}, which {group} has; they must grow")
-        connection = self._connection
+        connection, intent = self._connection, self._intent
         assert connection is not None
+        assert intent is not None
         self._steps.run(dict.fromkeys(groups, STOP))
         if not self._bound:
             self._bind(self._bindings)
         prepare: Say = (Prepare(version, metadata),)
-        sent = _digests_sent(self._by_worker(self._steps.run({TRAINERS: prepare})))
+        holding = self._by_worker(self._steps.run({TRAINERS: prepare}))
+        sent = _digests_sent(holding)
         check_holders(connection.correspondence, sent)
         prepared = self._by_worker(self._steps.run(dict.fromkeys(groups, prepare)))
         if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
@@ -350,7 +352,7 @@ class Conductor:
             self._give_up(_joined(version, failures, list(results)), [group for group in groups if group in failures])
             return
         self._bound = True
-        report = gather_report(connection, moved, self._by_worker(results))
+        report = gather_report(connection, holding, moved, self._by_worker(results), verify=intent.verify)
         self._steps.end(TRAINERS, None, report_bytes(report))
 
     def _give_up(self, failure: Failure, groups: Sequence[str]) -> None:

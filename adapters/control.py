@@ -253,7 +253,7 @@ class Post:
             self._lose_child(hub, worker, reason)
 
     def _lose_child(self, hub: Hub, worker: str, reason: str) -> None:
-        del hub.children[worker]
+        del hub.speakers[hub.children.pop(worker).identity]
         self._handler.child_lost(worker, reason)
 
     def _read_children(self, hub: Hub) -> None:
@@ -272,7 +272,7 @@ class Post:
             self.dropped += 1
             return
         identity, data = frames
-        speaker = next((worker for worker, child in hub.children.items() if child.identity == identity), None)
+        speaker = hub.speakers.get(identity)
         try:
             message = decode(data, from_child=True)
         except MalformedMessageError:
@@ -312,6 +312,7 @@ class Post:
             hub.send(identity, Refused(refusal, final=True))
             return
         hub.children[member.worker] = Child(identity, member.incarnation)
+        hub.speakers[identity] = member.worker
         self._send_down(member.worker, Welcome(mine.incarnation))
 
     # Parent

@@ -149,7 +149,7 @@ class Duties:
                 self._bound().connect({name: Endpoint.from_bytes(data) for name, data in endpoints.items()})
                 return Done(time.perf_counter() - start)
             case Prepare():
-                return self._prepare(duty, start)
+                return self._prepare(duty)
             case Transfer(version):
                 return self._transfer(version)
             case Install():
@@ -207,27 +207,26 @@ class Duties:
         self._cells = provable(source_map, duty.cells)
         self._gets_bytes = worker.receives and program.release is not None
         self._transport = transport_named(duty.transport, worker.name)
-        self._executor = Executor(
-            program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels
-        )
+        self._executor = Executor(program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels)
         self._moved = False
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start)
 
     # Update
 
-    def _prepare(self, duty: Prepare, start: float) -> Prepared:
+    def _prepare(self, duty: Prepare) -> Prepared:
         worker = self._worker
         self._bound()
         if not self._moved:
             self.check_storage()
         if not worker.receives:
+            start = time.perf_counter()
             return Prepared(self._digests(), False, time.perf_counter() - start)
         if self.version is not None and duty.version <= self.version:
             raise VersionError(f"version {duty.version} is not newer than {self.version}, which {worker.name} has")
         self.metadata = duty.metadata
         if self._gets_bytes:
             _run_hook(worker.before_update, "before_update_hook")
-        return Prepared({}, self._moved, time.perf_counter() - start)
+        return Prepared({}, self._moved, 0.0)
 
     def _transfer(self, version: int) -> Transferred:
         executor = self._bound()

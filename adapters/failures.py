@@ -36,7 +36,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from layout_algebra import errors as layout_errors
-from layout_algebra.errors import LayoutError
+from layout_algebra.errors import LayoutError, ProbeError
 from transfer_exec import errors as transfer_errors
 from transfer_exec.errors import TransferError
 
@@ -113,11 +113,14 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Where it happened, ``"engine/a/0"``.
     text
         Its message.
+    echo
+        It only says that another rank of the group failed, whose own failure says why.
     """
 
     kind: str
     worker: str
     text: str
+    echo: bool = False
 
     def __str__(self) -> str:
         return f"{self.worker}: {self.text}" if self.worker else self.text
@@ -132,7 +135,9 @@ def failure_of(error: BaseException, worker: str) -> Failure:
     text = str(error) if known else f"{type(error).__name__}: {error}"
     if not known and error.__cause__ is not None:
         text += f" (caused by {type(error.__cause__).__name__}: {error.__cause__})"
-    return Failure(type(error).__name__, worker, text[:MAX_TEXT_CHARACTERS])
+    # Discovery fails on all ranks where it fails on one; the others say so, and have no cause of their own.
+    echo = isinstance(error, ProbeError) and error.__cause__ is None and "another rank" in text
+    return Failure(type(error).__name__, worker, text[:MAX_TEXT_CHARACTERS], echo)
 
 
 def error_of(failure: Failure) -> TransferError | LayoutError:

@@ -53,6 +53,7 @@ from transfer_exec.errors import DeadlineError
 __all__ = ["GroupLead"]
 
 _PATIENCE_MARGIN_S = 5.0
+_ECHO_S = 3.0
 
 
 class GroupLead:
@@ -96,6 +97,7 @@ class GroupLead:
         self._deadline = 0.0
         self._deadline_s = 0.0
         self._early_failure: Failure | None = None
+        self._echo: Failure | None = None
         self._results: dict[str, Result | None] = {}
         self._agreements: dict[int, dict[str, int]] = {}
 
@@ -168,7 +170,10 @@ class GroupLead:
                     elif isinstance(reply, Commit):
                         self._commit(reply)
             case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step in (LEFT, self._step):
-                self._fail(failure)
+                if failure.echo:
+                    self._hold(failure)
+                else:
+                    self._fail(failure)
             case Answer(txn, step, result, None) if txn == self._txn and step == self._step and step > 0:
                 self._results[worker] = result
                 self._gather()
@@ -180,6 +185,9 @@ class GroupLead:
     def tick(self) -> None:
         """Fail the open step if its time is over."""
         if self._step is None or self._clock() < self._deadline:
+            return
+        if self._echo is not None:
+            self._fail(self._echo)
             return
         late = self._polls.waiting_for if self._step == 0 else [r for r in self._ranks if r not in self._results]
         text = f"{self._phase()}: no answer from {', '.join(late)} within {self._deadline_s:g} s"
@@ -196,6 +204,7 @@ class GroupLead:
         self._txn, self._step, self._duty = txn, step, duty
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
         self._results = {}
+        self._echo = None
 
     def _can_begin(self) -> bool:
         """Whether every rank is there and still takes part; otherwise the step has failed."""
@@ -223,6 +232,12 @@ class GroupLead:
             step, self._step = self._step, None
             results = tuple(self._results[rank] for rank in self._ranks)
             self._to_conductor(Gathered(self._group, self._txn, step, results, None))
+
+    def _hold(self, failure: Failure) -> None:
+        """Give the rank that an echo speaks of a moment to say what happened."""
+        if self._step is not None and self._echo is None:
+            self._echo = failure
+            self._deadline = min(self._deadline, self._clock() + _ECHO_S)
 
     def _fail(self, failure: Failure) -> None:
         if self._step is None:

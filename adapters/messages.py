@@ -275,11 +275,13 @@ class Prepared(_Tagged, frozen=True):
         Cell number -> digest of what will be packed (trainers).
     moved
         Its memory was released and mapped again, so it must be bound anew before a byte moves.
+    verify_s
+        Seconds the digests took.
     """
 
     digests: dict[int, int]
     moved: bool
-    seconds: float
+    verify_s: float
 
 
 class Transferred(_Tagged, frozen=True):

@@ -44,6 +44,7 @@ class Hub:
         self.socket = _make_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.children: dict[str, Child] = {}
+        self.speakers: dict[bytes, str] = {}
         self.next_ping = 0.0
 
     def bind(self, address: str, name: str) -> str:

@@ -6,10 +6,11 @@ Reports and events come from the workers as they saw them; nothing is filled in,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
-from adapters.messages import Published, Result, Transferred
+from adapters.messages import Prepared, Published, Result, Transferred
 from adapters.planning import Connection
 from transfer_exec.report import Stall, TransferReport, WorkerEvents, WorkerReport, combine_reports
 
@@ -17,27 +18,45 @@ __all__ = ["gather_report", "read_report", "report_bytes"]
 
 
 def gather_report(
-    connection: Connection, moved: Mapping[str, Result | None], published: Mapping[str, Result | None]
+    connection: Connection,
+    prepared: Mapping[str, Result | None],
+    moved: Mapping[str, Result | None],
+    published: Mapping[str, Result | None],
+    *,
+    verify: str,
 ) -> TransferReport:
-    """Combine the results of an update's last steps.
+    """Combine the results of an update's steps.
+
+    Parameters
+    ----------
+    connection
+        The plan that was run.
+    prepared, moved, published
+        Results of the trainers' Prepare, of everybody's Transfer, and of the rollouts' Publish.
+    verify
+        How the bits were compared.
 
     Raises
     ------
     ReportError
         If a worker's report or event is missing, or contradicts the plan.
     """
+    verify_s = {worker: result.verify_s for worker, result in prepared.items() if isinstance(result, Prepared)}
     reports: dict[str, WorkerReport] = {}
     events: dict[str, WorkerEvents] = {}
     for worker, result in moved.items():
         if isinstance(result, Transferred):
             reports[worker] = msgspec.msgpack.decode(result.report, type=WorkerReport)
-            if result.stall is not None:
+            if result.stall is None:
+                verify_s[worker] = result.verify_s
+            else:
                 events[worker] = WorkerEvents((Stall(*result.stall),), called_at=result.stall[0])
     for worker, result in published.items():
         if isinstance(result, Published):
             events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])
     opaque = {worker: source_map.opaque for worker, source_map in connection.needers.items()}
-    return combine_reports(connection.plan, reports, events=events, opaque=opaque)
+    report = combine_reports(connection.plan, reports, events=events, opaque=opaque)
+    return replace(report, verification=verify, verify_s=verify_s) if verify != "off" else report
 
 
 def report_bytes(report: TransferReport) -> bytes:

@@ -147,6 +147,10 @@ class TransferReport:
         None where no computing stopped, as in `run_in_process`.
     opaque
         Parameters, by worker, that hold opaque elements: their own loader must still be called.
+    verification
+        How the caller compared what was sent with what landed; empty if it did not.
+    verify_s
+        Seconds that took, by worker.
     """
 
     version: int
@@ -158,6 +162,8 @@ class TransferReport:
     bound_link: str
     measures: Measures | None = None
     opaque: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    verification: str = ""
+    verify_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ratio_to_bound(self) -> float | None:
@@ -180,6 +186,7 @@ class TransferReport:
         out["workers"] = {worker: asdict(report) for worker, report in self.workers.items()}
         out["measures"] = None if self.measures is None else asdict(self.measures)
         out["opaque"] = {worker: list(names) for worker, names in self.opaque.items()}
+        out["verify_s"] = dict(self.verify_s)
         out["ratio_to_bound"] = self.ratio_to_bound
         return out
 
@@ -196,6 +203,8 @@ class TransferReport:
                 f"EWTT {m.ewtt_s:.4f} s, AGST {m.agst_s:.4f} s, rollout pause {m.rollout_pause_s:.4f} s, "
                 f"publication {m.publication_s:.4f} s"
             )
+        if self.verification:
+            lines.append(f"verified by {self.verification}, at most {max(self.verify_s.values(), default=0.0):.4f} s")
         for worker, report in self.workers.items():
             sent, received = (_by_stage(each) for each in (report.bytes_sent, report.bytes_received))
             lines.append(f"  {worker}: sent {sent}; received {received}")

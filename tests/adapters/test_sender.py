@@ -60,6 +60,8 @@ def test_versions_arrive_bit_for_bit_at_engines_of_other_layouts(tmp_path: Path)
                 assert sent.bytes_received(f"engine/{name}") == report.worker(f"engine/{name}").bytes_received
             assert sent.measures is not None
             assert 0 < sent.measures.rollout_pause_s <= sent.measures.ewtt_s
+            assert sent.verification == "digest"
+            assert set(sent.verify_s) == set(sent.workers)
         assert [sender.version for sender in crew.senders] == [9, 9]
 
 
