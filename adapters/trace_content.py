@@ -221,7 +221,7 @@ class Content:
     def _put_together(self, piece: Piece, read_as: str) -> int:
         """The label of elements of another width made of a piece's bytes."""
         behind = sources_of(self.labels, piece)
-        steps = {step for number in behind for step in self.labels.seen_as(number, read_as)}
+        steps = {self.labels.last_step(number) for number in behind}
         tensors: frozenset[int] = frozenset().union(*behind.values())
         return self.labels.computed(steps, f"view({read_as})", tensors)
 

@@ -177,7 +177,7 @@ class Memories:
         for group in _sharing([one for one in live if one.tensor.numel()]):
             low = min(one.tensor.data_ptr() for one in group)
             high = max(one.tensor.data_ptr() + _reach(one.tensor) for one in group)
-            origin = low - low % 64
+            origin = _origin(group, low)
             names = ", ".join(one.name for one in group[:3]) + (" and others" if len(group) > 3 else "")
             default = INITIAL if any(one.dtype in BACKGROUND for one in group) else CONSTANT
             content = Content(self.labels, f"parameter {names}", default)
@@ -267,6 +267,17 @@ def shaped(
 ) -> torch.Tensor:
     """A tensor of some shape over the storage of a uint8 tensor."""
     return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), offset, tuple(shape), tuple(strides))
+
+
+def _origin(group: Sequence[LiveTensor], low: int) -> int:
+    """An address at or below ``low`` from which every tensor of a group lies whole elements away."""
+    for origin in (low - low % 64, low):
+        if all((one.tensor.data_ptr() - origin) % one.tensor.element_size() == 0 for one in group):
+            return origin
+    raise TracingError(
+        f"{group[0].name}: shares memory with {group[-1].name} at a distance that is no whole number of elements; "
+        "expected aligned views. Probe this loader instead"
+    )
 
 
 def _is_gone(place: Place) -> bool:

@@ -62,8 +62,11 @@ class Moves:
             found = self.memories.adopt(tensor, f"a tensor of shape {tuple(tensor.shape)}")
         return found
 
-    def behind(self, view: View) -> tuple[frozenset[int], tuple[int, ...], bool]:
-        """The checkpoint tensors and the operations behind some elements, and whether any is no constant."""
+    def behind(self, view: View, *, as_seen: bool = True) -> tuple[frozenset[int], tuple[int, ...], bool]:
+        """The checkpoint tensors and the operations behind some elements, and whether any is no constant.
+
+        A reinterpretation of bits by the view itself counts as an operation, unless ``as_seen`` is False.
+        """
         name = dtype_name(view.dtype, of=view.content.name)
         tensors: set[int] = set()
         steps: set[int] = set()
@@ -71,7 +74,7 @@ class Moves:
         for piece in self._among(view):
             for label, found in sources_of(self.labels, piece).items():
                 tensors |= found
-                steps.update(self.labels.seen_as(label, name))
+                steps.update(self.labels.seen_as(label, name) if as_seen else (self.labels.last_step(label),))
                 changing |= label != CONSTANT
         return frozenset(tensors), tuple(sorted(steps)), changing
 
@@ -97,7 +100,7 @@ class Moves:
         try:
             pieces = self._moved(target, source, changed=change is not None)
         except Partial:
-            tensors, steps, _ = self.behind(source)
+            tensors, steps, _ = self.behind(source, as_seen=False)
             self.fill(target, self.labels.computed(steps, f"view({read_as})", tensors))
             return
         if change is not None:

@@ -274,7 +274,7 @@ class Guard(TorchFunctionMode):
         first = args[0] if args else None
         if name in _RAW and isinstance(first, torch.Tensor) and func is getattr(torch.Tensor, name, None):
             memories = self._recorder.moves.memories
-            if name == "data_ptr":
+            if name == "data_ptr" and first.device.type == "cpu":
                 address = memories.address(first)
                 if address is not None:
                     return address
