@@ -135,7 +135,7 @@ def _merge_repeats(rows: IdArray, period: int) -> IdArray | None:
     lead = _progressions(same, steps, period)
     if lead is None:
         return None
-    heads = np.unique(lead)
+    heads = np.flatnonzero(lead == np.arange(count))
     lengths = np.bincount(lead, minlength=count)[heads]
     axis = np.zeros((len(heads), 3), dtype=np.int64)
     axis[:, 0] = lengths

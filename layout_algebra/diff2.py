@@ -113,10 +113,10 @@ class Chunk:
             numbers = np.empty(len(self.bits), dtype=np.uint16)
             decode(self.bits, self.decoding.base << self.decoding.shift, self.decoding.shift, numbers)
             return numbers >= self.modulus
-        mask = np.zeros(self.stop - self.start, dtype=np.bool_)
-        for start, stop, _ in self.runs.tolist():
-            mask[start - self.start : stop - self.start] = True
-        return mask
+        size = self.stop - self.start + 1
+        starts = np.bincount(self.runs[:, 0] - self.start, minlength=size)
+        stops = np.bincount(self.runs[:, 1] - self.start, minlength=size)
+        return np.cumsum(starts - stops)[:-1] > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

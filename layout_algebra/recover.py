@@ -208,7 +208,8 @@ def _partly_outside(diffs: Sequence[Diff2]) -> IdArray:
     """Elements that held a code in some passes only, as intervals of flat indices; shape ``(n, 2)``."""
     parts = [np.empty((0, 2), dtype=np.int64)]
     for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
-        if all(not len(chunk.runs) and not len(chunk.bits) for chunk in chunks):
+        first = chunks[0].runs[:, :2]
+        if all(not len(chunk.bits) and np.array_equal(chunk.runs[:, :2], first) for chunk in chunks):
             continue
         masks = [chunk.is_outside() for chunk in chunks]
         some = np.logical_or.reduce(masks) & ~np.logical_and.reduce(masks)

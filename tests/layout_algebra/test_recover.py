@@ -165,6 +165,11 @@ def test_the_largest_ids_do_not_overflow() -> None:
     assert np.array_equal(out.reshape(ids.shape), ids)
 
 
+def test_scalars_and_empty_parameters() -> None:
+    for ids in (np.array(7), np.zeros((0, 4), dtype=np.int64), np.zeros((3, 2), dtype=np.int64), np.array([[[9]]])):
+        check(ids, 10)
+
+
 def test_passes_that_disagree_leave_no_copy() -> None:
     """Elements that held a code in some passes only, or a number past N, are in nothing; the rest is in normal form."""
     rng = np.random.default_rng(11)
