@@ -131,13 +131,10 @@ def run_rounds(
         while changed:
             changed = False
             for worker in range(workers):
-                for step in range(depth):
-                    oldest = max(0, opened[worker] - depth)
-                    number = oldest + step
-                    if number >= rounds:
-                        continue
+                oldest = max(0, opened[worker] - depth)
+                for number in range(oldest, min(rounds, opened[worker] + 1)):
                     slot = number % depth
-                    if number >= opened[worker]:
+                    if number == opened[worker]:
                         if round_of[slot, worker] >= 0 and stage_of[slot, worker] != stages + 2:
                             continue
                         round_of[slot, worker] = number

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from transfer_exec._flow_kernels import Floats, run_rounds
-from transfer_exec.errors import PlanError, TopologyError
+from transfer_exec.errors import PlanError
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan
 from transfer_exec.topology import Topology
@@ -187,7 +187,7 @@ class _Template:
         self, traffic: Traffic, crossed: Sequence[tuple[int, ...]], links: Links, busy: Sequence[int]
     ) -> None:
         place = {links.workers[worker]: position for position, worker in enumerate(busy)}
-        self._stages = len(traffic.stages)
+        self._name, self._stages = traffic.name, len(traffic.stages)
         keys = np.array([place[flow.source] * self._stages + flow.stage for flow in traffic.flows], dtype=np.int64)
         order = np.argsort(keys, kind="stable")
         ordered = [traffic.flows[position] for position in order]
@@ -243,5 +243,5 @@ class _Template:
             self._slack,
         )
         if np.isnan(done).any():
-            raise TopologyError("a message has no bandwidth to move with; every link must have some")
+            raise PlanError(f"{self._name}: workers wait for each other; a stage needs what a later one brings")
         return done
