@@ -23,6 +23,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.crew import Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, copy_of, rollout, same_bits, trainer, weights
 from transfer_exec.errors import BudgetError, DeadlineError, UnheldError
+from transfer_exec.topology import Topology
 
 
 def errors_of(crew: Crew, call: object) -> list[Exception]:
@@ -358,6 +359,36 @@ def test_send_before_connect(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_come(tmp_path: Path) -> None:
     with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}, deadline_s=5) as crew:
         check_refused(crew, lambda sender, rank: sender.connect(["a", "z"]), DeadlineError, "engine/z did not come")
+
+
+def test_workers_of_two_machines_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {}) as crew:
+        monkeypatch.setattr("adapters.station.host_identity", lambda: "elsewhere")
+        crew.start_engine("a", [rollout(0, 1)])
+        check_refused(
+            crew,
+            lambda sender, rank: sender.connect(["a"]),
+            UsageError,
+            "trainer/0 runs on",
+            "engine/a/0 on elsewhere",
+            "shared_memory stays inside one machine",
+        )
+
+
+def test_an_explicit_topology_is_used(tmp_path: Path) -> None:
+    topology = Topology.uniform(
+        trainers=1, engines=1, engine_size=2, workers_per_node=2, nic_bytes_per_s=1e9, local_bytes_per_s=1e10
+    )
+    with Crew(tmp_path, [trainer(0, 1)], {"0": [rollout(r, 2) for r in range(2)]}) as crew:
+        report = crew.connect(topology=topology)[0]
+        # Over a network: trainers send one copy, and the engine passes on inside itself what both ranks need.
+        assert report.worker("trainer/0").bytes_sent == SPACE.total_bytes
+        stages = {stage.stage: stage.received for stage in report.worker("engine/0/0").stages}
+        assert stages["receive"] > 0
+        assert stages["internal"] > 0
+        crew.send(1)
+        for one in crew.rollouts.values():
+            assert same_bits(one.holding.tensors, one.holding.expected(1))
 
 
 def test_replicas_that_differ_are_not_sent(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""From maps to a connection: coverage, what may be kept, hosts, and what the report says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.connect_report import ConnectReport, StageBytes, WorkerSummary, _bytes_of, describe_worker
+from adapters.failures import CoverageError, UsageError, VerificationError
+from adapters.planning import make_connection, topology_of_hosts
+from adapters.verification import cells_of, check_digests, check_holders, digest, provable
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec.errors import UnheldError
+
+SPACE = CheckpointSpace([TensorSpec("a", (4,), "BF16"), TensorSpec("b", (6,), "F32"), TensorSpec("c", (2,), "BF16")])
+
+
+def holding(**ids: list[int]) -> SourceMap:
+    return SourceMap.from_ids(SPACE, {name: np.array(values) for name, values in ids.items()})
+
+
+ALL = holding(a=[1, 2, 3, 4], b=[5, 6, 7, 8, 9, 10], c=[11, 12])
+TOPOLOGY = topology_of_hosts({"trainer/0": "x", "trainer/1": "x", "engine/e/0": "x", "engine/e/1": "x"})
+
+
+def connect(holders: dict[str, SourceMap], needers: dict[str, SourceMap], *allowed: str) -> tuple[str, ...]:
+    return make_connection(holders, needers, TOPOLOGY, buffer_bytes=1024, allow_partial=allowed).kept
+
+
+def test_workers_of_one_host_are_a_node_in_natural_order() -> None:
+    hosts = {f"trainer/{n}": f"h{n // 6}" for n in range(12)} | {"engine/a/0": "h1", "engine/a/1": "h2"}
+    topology = topology_of_hosts(hosts)
+    assert [node.workers for node in topology.nodes] == [
+        ("engine/a/0", *(f"trainer/{n}" for n in range(6, 12))),
+        ("engine/a/1",),
+        tuple(f"trainer/{n}" for n in range(6)),
+    ]
+    assert [(engine.name, engine.workers) for engine in topology.engines] == [
+        ("engine/a", ("engine/a/0", "engine/a/1"))
+    ]
+
+
+def test_unheld_elements_are_named_with_range_and_ranks() -> None:
+    held = {"trainer/0": holding(a=[1, 2], b=[5, 6, 7, 8, 9, 10]), "trainer/1": holding(c=[12])}
+    with pytest.raises(UnheldError) as raised:
+        connect(held, {"engine/e/0": ALL, "engine/e/1": holding(p=[3, 1])})
+    text = str(raised.value)
+    assert "a (elements 2:4), needed by engine/e/0" in text
+    assert "c (elements 0:1), needed by engine/e/0" in text
+    assert "engine/e/1" in text
+
+
+def test_only_what_is_named_may_be_kept() -> None:
+    held = {"trainer/0": holding(a=[1, 2], b=[5, 6, 7, 8, 9, 10])}
+    needed = {"engine/e/0": ALL, "engine/e/1": holding(p=[3, 1])}
+    assert connect(held, needed, "a", "c") == ("engine/e/0: a", "engine/e/0: c", "engine/e/1: p")
+    with pytest.raises(UnheldError, match=r"a \(elements 2:3\), needed by engine/e/1"):
+        connect(held, {"engine/e/1": holding(p=[3, 1])}, "c")
+    with pytest.raises(UnheldError, match="c "):
+        connect(held, needed, "a")
+    assert connect(held, {"engine/e/1": holding(p=[3, 1])}, "p") == ("engine/e/1: p",)
+    with pytest.raises(UsageError, match="allow_partial names nothing_of_the_kind"):
+        connect(held, needed, "nothing_of_the_kind")
+
+
+def test_untouched_parameters_that_look_like_nothing_are_no_reason_to_refuse() -> None:
+    engine = SourceMap.from_ids(SPACE, {"a": np.array([1, 2, 3, 4]), "cos_table": np.zeros(50, dtype=np.int64)})
+    assert connect({"trainer/0": ALL}, {"engine/e/0": engine}) == ()
+
+
+def test_a_rank_may_lack_what_another_rank_of_its_engine_fills() -> None:
+    first = SourceMap.from_ids(SPACE, {"a": np.array([1, 2, 3, 4]), "b": np.zeros(6, dtype=np.int64)}, {"b": "F32"})
+    second = SourceMap.from_ids(SPACE, {"a": np.array([0]), "b": np.arange(5, 11)}, {"a": "BF16"})
+    assert connect({"trainer/0": ALL}, {"engine/e/0": first, "engine/e/1": second}) == ()
+    with pytest.raises(CoverageError, match="b got nothing"):
+        connect({"trainer/0": ALL}, {"engine/e/0": first})
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(1, 12), max_size=12, unique=True))
+def test_needed_bytes_count_every_element_once(ids: list[int]) -> None:
+    parts = {
+        "a": np.array([i for i in ids if i < 5], dtype=np.int64),
+        "b": np.array([i for i in ids if 5 <= i < 11], dtype=np.int64),
+        "c": np.array([i for i in ids if i > 10] * 2, dtype=np.int64),
+    }
+    source_map = SourceMap.from_ids(SPACE, parts, {"a": "BF16", "b": "F32", "c": "BF16"})
+    assert _bytes_of(source_map) == sum(4 if 5 <= i < 11 else 2 for i in ids)
+
+
+def test_the_report_reads_and_travels() -> None:
+    made = make_connection({"trainer/0": ALL}, {"engine/e/0": ALL}, TOPOLOGY, buffer_bytes=1024)
+    summary = describe_worker("engine/e/0", ALL, made.plan)
+    assert summary.bytes_received == 2 * 4 + 4 * 6 + 2 * 2 == summary.needed_bytes
+    report = ConnectReport(
+        engines=("e",),
+        tensors=3,
+        elements=12,
+        layouts=1,
+        unused={"trainer": (), "engine/e": ("x", "y")},
+        kept=("engine/e/0: p",),
+        plan_digest=made.plan.digest(),
+        transport="shared_memory",
+        buffer_bytes=1024,
+        rounds=1,
+        verify="digest",
+        lower_bound_s=0.5,
+        bound_link="local ingress of engine/e/0",
+        optimum_s=0.5,
+        planned_s=0.5,
+        workers=(summary,),
+        seconds={"plan": 0.25},
+    )
+    assert ConnectReport.from_bytes(report.to_bytes()) == report
+    assert json.loads(report.to_json())["workers"][0]["worker"] == "engine/e/0"
+    for words in ("engine/e/0: 3 parameters", "unused by engine/e: x, y", "keep their old values", "plan 0.250 s"):
+        assert words in str(report)
+    with pytest.raises(KeyError, match="engine/z/0 is not in this report"):
+        report.worker("engine/z/0")
+    assert isinstance(report.worker("engine/e/0"), WorkerSummary)
+    assert StageBytes("internal", 0, summary.bytes_received) in summary.stages
+
+
+def test_digests_agree_across_layouts_and_differ_with_one_bit() -> None:
+    values = np.arange(1, 13, dtype=np.uint32) * 1000
+    memory = {"a": values[:4].astype(np.uint16), "b": values[4:10].view(np.float32), "c": values[10:].astype(np.uint16)}
+    needers = {"engine/e/0": ALL, "engine/e/1": holding(q=[12, 1], r=[8, 7])}
+    made = make_connection({"trainer/0": ALL}, needers, TOPOLOGY, buffer_bytes=1024).correspondence
+    sent = {"trainer/0": digest(ALL, memory, provable(ALL, cells_of(made, "trainer/0")))}
+    other = {"q": np.concatenate([memory["c"][[1]], memory["a"][[0]]]), "r": memory["b"][[3, 2]]}
+    landed = {
+        "engine/e/0": digest(ALL, memory, provable(ALL, cells_of(made, "engine/e/0"))),
+        "engine/e/1": digest(
+            needers["engine/e/1"], other, provable(needers["engine/e/1"], cells_of(made, "engine/e/1"))
+        ),
+    }
+    check_digests(made, sent, landed)
+    check_holders(made, sent)
+    other["r"].view(np.uint32)[1] ^= 1
+    landed["engine/e/1"] = digest(
+        needers["engine/e/1"], other, provable(needers["engine/e/1"], cells_of(made, "engine/e/1"))
+    )
+    with pytest.raises(VerificationError, match=r"engine/e/1: the bits of b\[2:4\] differ"):
+        check_digests(made, sent, landed)
+
+
+def test_replicas_that_differ_are_named() -> None:
+    memory = {"a": np.arange(4, dtype=np.uint16), "b": np.zeros(6, np.float32), "c": np.zeros(2, np.uint16)}
+    spoiled = {**memory, "c": np.array([0, 1], dtype=np.uint16)}
+    made = make_connection(
+        {"trainer/0": ALL, "trainer/1": ALL}, {"engine/e/0": ALL}, TOPOLOGY, buffer_bytes=1024
+    ).correspondence
+    cells = provable(ALL, cells_of(made, "trainer/0"))
+    with pytest.raises(VerificationError, match="trainer/0 and trainer/1 both hold"):
+        check_holders(made, {"trainer/0": digest(ALL, memory, cells), "trainer/1": digest(ALL, spoiled, cells)})
+
+
+def test_what_cannot_be_proved_is_not_claimed() -> None:
+    narrow = SourceMap.from_ids(SPACE, {"b": np.arange(5, 11)}, {"b": "BF16"})
+    made = make_connection({"trainer/0": ALL}, {"engine/e/0": narrow}, TOPOLOGY, buffer_bytes=1024).correspondence
+    assert provable(narrow, cells_of(made, "engine/e/0")) == {}
+    assert len(provable(ALL, cells_of(made, "trainer/0"))) == 1
+    partly = holding(b=[5, 6])
+    assert provable(partly, cells_of(made, "trainer/0")) == {}
