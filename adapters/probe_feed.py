@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from adapters._probe_kernels import fill_periodic, first_difference
-from adapters.torch_bits import Bits, storage_type, tensor_of_bits
+from adapters.torch_bits import Bits, storage_type, tensor_of_bits, torch_dtype
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.runs import merge_intervals
 from layout_algebra.space import CheckpointSpace
@@ -95,7 +95,7 @@ class Feeder:
             sizes = np.diff(space.starts)[chosen]
             self._lengths[dtype] = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
         self._banks: list[_Bank] = []
-        self._choice = np.zeros(len(space), dtype=np.int64)
+        self._choice = [0] * len(space)
 
     @property
     def private(self) -> bool:
@@ -124,7 +124,7 @@ class Feeder:
             Another pattern, for the tensors (by position in the space) where ``choice`` is true.
         """
         patterns = [pattern] if other is None else [pattern, other]
-        self._choice = np.zeros(len(self._space), dtype=np.int64) if choice is None else choice.astype(np.int64)
+        self._choice = [0] * len(self._space) if choice is None else choice.astype(np.int64).tolist()
         while len(self._banks) < len(patterns):
             self._banks.append(_Bank(self._space, self._lengths, self._executor))
         for bank, given in zip(self._banks, patterns, strict=False):
@@ -136,8 +136,8 @@ class Feeder:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every checkpoint tensor of the prepared load, in the order of the space."""
-        for position, spec in enumerate(self._space.specs):
-            yield spec.name, self._banks[int(self._choice[position])].tensor(position, private=self._private)
+        for position, (name, choice) in enumerate(zip(self._space.names, self._choice, strict=True)):
+            yield name, self._banks[choice].tensor(position, private=self._private)
 
     def damaged(self) -> bool:
         """Whether somebody wrote into the buffers since ``prepare``."""
@@ -157,15 +157,17 @@ class _Bank:
         self._space = space
         self._executor = executor
         self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
+        self._dtypes = {dtype: torch_dtype(dtype) for dtype in lengths}
+        self._sizes: list[int] = np.diff(space.starts).tolist()
         self._pattern = Pattern({})
-        self._offsets = np.zeros(len(space), dtype=np.int64)
+        self._offsets: list[int] = [0] * len(space)
         self._parts: list[tuple[Bits, Bits, int]] = []
         self._filled = False
 
     def use(self, pattern: Pattern, offsets: IdArray, *, fill: bool) -> None:
         """Hold a pattern; a buffer that holds it already, undamaged, is left as it is."""
         if pattern is not self._pattern:
-            self._pattern, self._offsets, self._filled = pattern, offsets, False
+            self._pattern, self._offsets, self._filled = pattern, offsets.tolist(), False
             self._parts = self._cut()
         if fill and not self._filled:
             for job in [self._executor.submit(fill_periodic, *part) for part in self._parts]:
@@ -182,23 +184,24 @@ class _Bank:
 
     def tensor(self, position: int, *, private: bool) -> torch.Tensor:
         spec = self._space.specs[position]
-        if not spec.elements:
-            return tensor_of_bits(np.empty(0, storage_type(spec.element_type.item_bytes)), spec.dtype, spec.shape)
+        elements, shape = self._sizes[position], spec.shape
+        if not elements:
+            return torch.empty(shape, dtype=torch_dtype(spec.dtype))
         buffer = self._buffers[spec.dtype]
         if private:
-            bits = np.empty(spec.elements, dtype=buffer.dtype)
+            bits = np.empty(elements, dtype=buffer.dtype)
             fill_periodic(bits, self._pattern.tables[spec.dtype], int(self._space.starts[position]))
-        else:
-            offset = int(self._offsets[position])
-            bits = buffer[offset : offset + spec.elements]
-        return tensor_of_bits(bits, spec.dtype, spec.shape)
+            return tensor_of_bits(bits, spec.dtype, shape)
+        start = self._offsets[position] * buffer.itemsize
+        return torch.frombuffer(buffer, dtype=self._dtypes[spec.dtype], count=elements, offset=start).view(shape)
 
     def _cut(self) -> list[tuple[Bits, Bits, int]]:
         """The used stretches of the buffers in pieces for the executor: memory, table, and phase."""
-        sizes = np.diff(self._space.starts)
+        starts = np.array(self._offsets, dtype=np.int64)
+        stops = starts + np.diff(self._space.starts)
         out = []
         for dtype, buffer in self._buffers.items():
-            spans = np.stack([self._offsets, self._offsets + sizes], axis=1)[_of_dtype(self._space, dtype)]
+            spans = np.stack([starts, stops], axis=1)[_of_dtype(self._space, dtype)]
             step = _PIECE_BYTES // buffer.itemsize
             for start, stop in merge_intervals(spans).tolist():
                 for first in range(start, stop, step):

@@ -145,7 +145,7 @@ def _with_trace(
     if extractor == "trace":
         return traced()
     if extractor != "both":
-        raise ProbeError(f"extractor {extractor!r}; expected \"probe\", \"trace\" or \"both\"")
+        raise ProbeError(f'extractor {extractor!r}; expected "probe", "trace" or "both"')
 
     def note(text: str) -> None:
         _log.warning(text)
@@ -182,10 +182,13 @@ def _read_codes(
             diffs.setdefault(name, []).append(diff)
         claims.update(steady)
     worker.tell("joining passes")
-    for one in worker.live:
-        if one.name in diffs:
-            bits, kept = one.bits(), worker.keeper.kept(one.name)
-            claims[one.name] = claims_of_codes(one, bits, kept, diffs.pop(one.name), codebook, passes, worker.space)
+
+    def join(one: LiveTensor) -> Claims:
+        kept = worker.keeper.kept(one.name)
+        return claims_of_codes(one, one.bits(), kept, diffs.pop(one.name), codebook, passes, worker.space)
+
+    coded = [one for one in worker.live if one.name in diffs]
+    claims.update(zip((one.name for one in coded), worker.executor.map(join, coded), strict=True))
     return claims
 
 
