@@ -87,7 +87,7 @@ def run_rounds(
     post_s: Floats,
     pack_s: Floats,
     assemble_s: Floats,
-    slack: float,
+    grain_s: float,
 ) -> Floats:
     """When every worker is done with every round; shape ``(rounds, workers)``.
 
@@ -101,8 +101,8 @@ def run_rounds(
         Flows that come to each worker in each stage, shape ``(workers, stages)``.
     post_s
         Seconds from entering a stage until its messages are posted, shape ``(workers, stages)``.
-    slack
-        A message with this part of its bytes left has arrived.
+    grain_s
+        What happens within this time after an event happens together, at its end.
     """
     workers = len(pack_s)
     flows = len(source)
@@ -203,31 +203,26 @@ def run_rounds(
             fair_rates(active, count, flows, link_starts, link_numbers, bytes_per_s, rates)
         wait = np.inf
         for position in range(count):
-            flow = active[position] % flows
-            rest = max(left[position] - slack * size[flow], 0.0)
-            if rest == 0.0 or rates[position] == np.inf:
+            if rates[position] == np.inf or left[position] <= 0.0:
                 wait = 0.0
             elif rates[position] > 0.0:
-                wait = min(wait, rest / rates[position])
+                wait = min(wait, left[position] / rates[position])
         upcoming = np.inf
         for slot in range(depth):
             for worker in range(workers):
                 if timer[slot, worker] > now:
                     upcoming = min(upcoming, timer[slot, worker])
-        if upcoming - now <= wait:
-            wait = upcoming - now
-            later = upcoming
-        else:
-            later = now + wait
-        if wait == np.inf:
+        later = min(now + wait, upcoming) + grain_s
+        if later == np.inf:
             return np.full((rounds, workers), np.nan)
+        wait = later - now
         now = later
         kept = 0
         for position in range(count):
             entry = active[position]
             slot, flow = entry // flows, entry % flows
             rest = 0.0 if rates[position] == np.inf else left[position] - rates[position] * wait
-            if rest <= slack * size[flow] * (1.0 + 1e-9) + 1e-12 * size[flow]:
+            if rest <= 1e-12 * size[flow]:
                 stage = 0
                 while out_starts[source[flow] * stages + stage + 1] <= flow:
                     stage += 1

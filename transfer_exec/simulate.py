@@ -36,9 +36,9 @@ from transfer_exec.traffic import Flow, Traffic
 
 _EXACT_FLOWS = 512
 """Up to this many messages a round every arrival is an event of its own."""
-_SLACK = 1 / 512
-"""Beyond that a message with this part of its bytes left has arrived; sizes are made larger by it, so none is cut."""
-_SETTLING_ROUNDS = 8
+_GRAINS = 512
+"""Beyond that, arrivals within this part of a round's least time count as one, at the end of it: a little too late."""
+_SETTLING_ROUNDS = 6
 """Rounds at either end that are simulated and not repeated, per round under way at once at least one."""
 
 
@@ -122,6 +122,7 @@ def simulate(
     simulated = min(traffic.rounds, 2 * max(_SETTLING_ROUNDS, depth + len(traffic.stages)) + 1)
     done = template.run(
         simulated,
+        least_s=binding_s / traffic.rounds,
         depth=depth,
         overhead_s=round_overhead_s,
         message_overhead_s=message_overhead_s,
@@ -194,9 +195,8 @@ class _Template:
         self._source = np.array([place[flow.source] for flow in ordered], dtype=np.int64)
         self._target = np.array([place[flow.target] for flow in ordered], dtype=np.int64)
         stage = np.array([flow.stage for flow in ordered], dtype=np.int64)
-        self._slack = 0.0 if len(ordered) <= _EXACT_FLOWS else _SLACK
         part = np.array([flow.bytes for flow in ordered], dtype=np.float64) / traffic.rounds
-        self._size = part / (1.0 - self._slack)
+        self._size = part
         self._out_starts = np.searchsorted(keys[order], np.arange(len(busy) * self._stages + 1))
         self._arriving = np.zeros((len(busy), self._stages), dtype=np.int64)
         np.add.at(self._arriving, (self._target, stage), 1)
@@ -217,6 +217,7 @@ class _Template:
         self,
         rounds: int,
         *,
+        least_s: float,
         depth: int,
         overhead_s: float,
         message_overhead_s: float,
@@ -240,7 +241,7 @@ class _Template:
             message_overhead_s * self._sending,
             self._packed / pack_bytes_per_s,
             self._assembled / assemble_bytes_per_s,
-            self._slack,
+            0.0 if len(self._size) <= _EXACT_FLOWS else least_s / _GRAINS,
         )
         if np.isnan(done).any():
             raise PlanError(f"{self._name}: workers wait for each other; a stage needs what a later one brings")
