@@ -23,6 +23,7 @@ import numpy as np
 from layout_algebra.canonical import lift
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import MapError
+from layout_algebra.recover import rectangles_of_copies
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
@@ -175,7 +176,13 @@ class Layout:
         return Layout((*self.shape[:axis], size, *self.shape[axis + 1 :]), self.blocks)
 
     def copies(self) -> CopyTable:
-        """The blocks as slice copies with regular repeats merged."""
+        """The blocks as slice copies in canonical form: the same as any other way to the same ids gives.
+
+        Raises
+        ------
+        MapError
+            If blocks overlap.
+        """
         axes = max(1, len(self.shape))
         steps = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
         rows = np.zeros((len(self.blocks), 2 + 3 * axes), dtype=np.int64)
@@ -185,7 +192,7 @@ class Layout:
             row[1] = block.start
             for number, (axis, step) in enumerate(zip(block.axes, steps, strict=True)):
                 row[2 + 3 * number : 5 + 3 * number] = axis.count, axis.step * step, axis.stride
-        return lift(CopyTable(rows))
+        return lift(rectangles_of_copies(lift(CopyTable(rows)), self.shape))
 
     def _axis(self, axis: int) -> int:
         if not -len(self.shape) <= axis < len(self.shape):
