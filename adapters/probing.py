@@ -3,6 +3,7 @@
 The loader is a black box. It is called a few times with tensors whose values encode element ids (code passes), then
 twice with unstructured numbers (verification), and all parameters get their own bits back, also when it raises.
 
+>>> import torch
 >>> from layout_algebra.space import TensorSpec
 >>> space = CheckpointSpace([TensorSpec("q", (2, 3), "F32"), TensorSpec("k", (2, 3), "F32")])
 >>> held = {"qk": torch.zeros(2, 6)}

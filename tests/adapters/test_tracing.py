@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from adapters.probing import live_tensors, probe
 from adapters.tracing import TracedMap, trace
-from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, MapError, ParameterReplacedError
+from layout_algebra.errors import (
+    LoaderRaisedError,
+    LoaderWroteNothingError,
+    MapError,
+    ParameterReplacedError,
+    TracingError,
+)
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.test_probing_fuzz import random_mover
 from tests.fakes import Live, Worker, bits_of, ids_by_running, keeps_bits, noisy, space_of
@@ -336,6 +343,35 @@ def test_load_state_dict(assign: bool) -> None:
         first, last = space.id_range(name)
         assert found.source_map.ids(name).reshape(-1).tolist() == list(range(first, last))
     assert bits_of(live_tensors(module)) == before
+
+
+def test_overlapping_and_odd_live_memory() -> None:
+    """Live tensors over one address range but of several storages, and at a distance of no whole element."""
+    array = np.zeros(40, dtype=np.uint8)
+    first, second = torch.from_numpy(array[:32].view(np.float32)), torch.from_numpy(array[8:40].view(np.float32))
+    worker = Worker({"a": first, "b": second}, lambda live, weights: live["b"].copy_(weights["x"]))
+    assert traced(worker, space_of(x=("F32", 8))).source_map.ids("a").tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+    odd = torch.from_numpy(array[1:9].view(np.uint8))
+    with pytest.raises(TracingError, match="no whole number of elements"):
+        trace(worker.load_weights, {"a": first[:4], "b": second, "odd": odd.view(torch.int16)}, space_of(x=("F32", 8)))
+
+
+def test_memory_does_not_grow_with_sizes() -> None:
+    """1,200 tensors into a stack of 2.5 GB: no page of it, nor of the checkpoint, comes into being."""
+    space = CheckpointSpace(TensorSpec(f"e.{n}", (1024, 1024), "BF16") for n in range(1200))
+    live = {"w": torch.empty(1200, 1024, 1024, dtype=BF16)}
+
+    def load_weights(weights: object) -> None:
+        for number, (_, tensor) in enumerate(weights):  # type: ignore[arg-type]
+            live["w"].data[number].copy_(tensor.t().contiguous())
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    found = trace(load_weights, live, space).source_map
+    assert process.memory_info().rss - before < 300 << 20
+    assert [str(copy) for copy in found.slice_copies("w")] == [
+        "0+(1200:1048576,1024:1024,1024:1) <- 1+(1200:1048576,1024:1,1024:1024)"
+    ]
 
 
 def test_generators_inference_mode_and_progress() -> None:
