@@ -327,11 +327,15 @@ class Conductor:
         connection, intent = self._connection, self._intent
         assert connection is not None
         assert intent is not None
-        self._steps.run(dict.fromkeys(groups, STOP))
-        if not self._bound:
-            self._bind(self._bindings)
         prepare: Say = (Prepare(version, metadata),)
-        holding = self._by_worker(self._steps.run({TRAINERS: prepare}))
+        if self._bound:
+            # Before the engines stop: trainers' digests take a while, and nobody else need wait for them.
+            holding = self._by_worker(self._steps.run({TRAINERS: prepare}))
+            self._steps.run(dict.fromkeys(groups, STOP))
+        else:
+            self._steps.run(dict.fromkeys(groups, STOP))
+            self._bind(self._bindings)
+            holding = self._by_worker(self._steps.run({TRAINERS: prepare}))
         sent = _digests_sent(holding)
         check_holders(connection.correspondence, sent)
         prepared = self._by_worker(self._steps.run(dict.fromkeys(groups, prepare)))

@@ -55,6 +55,7 @@ from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.executor import Executor
+from transfer_exec.kernels.base import RowColumn
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
@@ -209,7 +210,13 @@ class Duties:
         self._transport = transport_named(duty.transport, worker.name)
         self._executor = Executor(program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels)
         self._moved = False
+        self._warm_up()
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start)
+
+    def _warm_up(self) -> None:
+        """Compile, or read from disk, what an update runs, so that the first one stalls nobody for it."""
+        self._kernels.copy_rows(np.empty((0, len(RowColumn)), dtype=np.int64))
+        self._digests()
 
     # Update
 
