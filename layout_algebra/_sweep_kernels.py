@@ -120,7 +120,7 @@ def sweep(
     steps = np.empty(0, dtype=np.int64)
     used = 0
     entry, total = 0, len(position)
-    row, above, single_stop = 0, -1, 0
+    row, above = 0, -1
     while row < rows:
         if used == 0:
             out, count = close_chains(before, 0, before_count, out, count)
@@ -128,7 +128,7 @@ def sweep(
             if entry == total:
                 break
             row = position[entry] // width
-        # Bring the state to this row, unless a band that came to nothing left it there.
+        # Bring the state to this row, unless a band that was not whole left it there.
         stop = entry
         if above < row:
             while stop < total and position[stop] < (row + 1) * width:
@@ -142,8 +142,8 @@ def sweep(
             stop += 1
         height = (position[stop] // width if stop < total else rows) - row
         row_bends = bends
-        single = height < 3 or row < single_stop
-        if not single:
+        whole = height >= 3
+        if whole:
             columns, bends, steps, used = advance(
                 columns, bends, steps, used, 1, modulus, position, value, entry, stop, width
             )
@@ -152,9 +152,7 @@ def sweep(
             runs, run_count, whole = runs_of_band(
                 columns, row_bends, steps, used, height, width, modulus, top, constants
             )
-            if not whole:
-                single, single_stop = True, row + height
-        if single:
+        if not whole:
             height = 1
             row_columns, row_bends, bent = bent_columns(columns, row_bends, used)
             runs, run_count, odd = runs_of_row(row_columns, row_bends, bent, width, modulus, top, constants)

@@ -188,6 +188,29 @@ def test_passes_that_disagree_leave_no_copy() -> None:
     assert len(found.constants) == 0
 
 
+def test_numbers_past_the_last_id_do_not_move_cuts() -> None:
+    """Two columns with steps of their own beside a column of garbage that changes from row to row."""
+    rows = np.arange(12)
+    ids = np.stack([1 + rows, 101 + 2 * rows, 0 * rows], axis=1)
+    passes = plan_passes(FLOAT_CODES, 200)
+    memories = [memory_of(ids, one) for one in passes]
+    for memory, one in zip(memories, passes, strict=True):
+        memory[:, 2] = np.random.default_rng(one.modulus).permutation(FLOAT_CODES.bits("BF16", 1900))[:12]
+    found = recovered(memories, passes, ids.shape, 200)
+    assert [str(copy) for copy in found.copies.slice_copies()] == ["0+(12:3) <- 1+(12:1)", "1+(12:3) <- 101+(12:2)"]
+    assert found.copies.rows.tolist() == rectangles_of_ids(ids).rows.tolist()
+
+
+def test_constants_of_several_numbers_are_pieces_of_their_own() -> None:
+    numbers = np.array([[896, 896, 7, 7], [897, 897, 7, 8], [898, 898, 7, 9], [5, 6, 7, 8]])
+    passes = plan_passes(FLOAT_CODES, 100)
+    memory = FLOAT_CODES.bits("BF16")[numbers].astype(np.uint16)
+    found = recovered([memory] * len(passes), passes, numbers.shape, 100)
+    assert len(found.copies) == 0
+    assert ids_of_rows(found.constants.rows, 16).tolist() == numbers.reshape(-1).tolist()
+    assert not found.constants.source_strides.any()
+
+
 @settings(deadline=None, max_examples=60)
 @given(id_matrices(), st.integers(1, 1918), st.data())
 def test_constants_that_are_codes_are_told_apart(ids: Ids, number: int, data: st.DataObject) -> None:
