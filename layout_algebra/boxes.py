@@ -9,8 +9,10 @@ all rows": tensors whose names differ in a number are one tensor with that numbe
 >>> from layout_algebra.blocks import stack, whole
 >>> table = stack([whole(space, f"e.{e}.w").shard(0, 1, 2) for e in (2, 3, 4)]).copies()
 >>> boxes = merged([box_of(piece, (4, 6), (piece.tensor,)) for piece in cut_at_tensors(space, table)])
->>> boxes[0].at, [tuple(axis) for axis in boxes[0].axes]            # from e=2, row 2, column 0: three of 2 x 6
+>>> boxes[0].at, [(axis.dim, axis.step, axis.count, axis.stride) for axis in boxes[0].axes]
 ((2, 2, 0), [(0, 1, 3, 12), (1, 1, 2, 6), (2, 1, 6, 1)])
+
+That is: from e=2, row 2, column 0 on, three experts of 2 x 6, whose targets are 12, 6 and 1 apart.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Piece(NamedTuple):
     axes: tuple[tuple[int, int, int], ...]
 
 
-class BoxAxis(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BoxAxis:
     """``count`` positions along one coordinate, ``step`` apart, whose targets are ``stride`` apart."""
 
     dim: int

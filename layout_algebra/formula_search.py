@@ -96,7 +96,8 @@ class Search:
             if column is not None:
                 shift = targets[0] - column[places[0]]
                 if all(target - column[place] == shift for place, target in zip(places, targets, strict=True)):
-                    return hint + sympy.Rational(shift.numerator, shift.denominator)
+                    shifted: sympy.Expr = hint + sympy.Rational(shift.numerator, shift.denominator)
+                    return shifted
         columns = [(each, self.values(each)) for each in dict.fromkeys((*self._basis, *hints))]
         atoms = [(each, [column[place] for place in places]) for each, column in columns if column is not None]
         atoms = [(each, column) for each, column in atoms if len(set(column)) > 1]

@@ -1,9 +1,9 @@
 """Formulas in rank ``r`` and degree ``d``: sympy expressions of a few kinds, evaluated exactly, safe as bytes.
 
->>> shard = Formula(4096) * RANK / DEGREE
+>>> shard = integer(4096) * RANK / DEGREE
 >>> shard, value_of(shard, 3, 8), value_of(shard, 1, 3)
 (4096*r/d, Fraction(1536, 1), Fraction(4096, 3))
->>> show(4096 * (RANK + 1)), show(sympy.ceiling(Formula(10) / DEGREE))
+>>> show(4096 * (RANK + 1)), show(sympy.ceiling(10 / DEGREE))
 ('4096*(r+1)', 'ceil(10/d)')
 
 Formulas travel as integers in prefix order, never as text, so nothing is parsed or evaluated by name when they are
@@ -15,14 +15,11 @@ True
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
 import sympy
-from sympy.printing.precedence import PRECEDENCE
-from sympy.printing.str import StrPrinter
 
 from layout_algebra.errors import FormulaError
 
@@ -31,17 +28,20 @@ RANK = sympy.Symbol("r", integer=True, nonnegative=True)
 DEGREE = sympy.Symbol("d", integer=True, positive=True)
 """The group's size."""
 
-Formula = sympy.Integer
-"""An integer as a formula."""
 
 _INTEGER, _RATIO, _RANK, _DEGREE, _POWER, _FLOOR, _CEILING, _ADD, _MUL, _MIN, _MAX = range(11)
-_MANY = {_ADD: sympy.Add, _MUL: sympy.Mul, _MIN: sympy.Min, _MAX: sympy.Max}
-_ONE = {_FLOOR: sympy.floor, _CEILING: sympy.ceiling}
+_MANY: dict[int, type[sympy.Basic]] = {_ADD: sympy.Add, _MUL: sympy.Mul, _MIN: sympy.Min, _MAX: sympy.Max}
+_ONE: dict[int, type[sympy.Basic]] = {_FLOOR: sympy.floor, _CEILING: sympy.ceiling}
 _MAX_TOKENS = 512
 _MAX_DEPTH = 12
 _MAX_ARGUMENTS = 16
 _MAX_POWER = 4
 _MAX_INTEGER = 1 << 62
+
+
+def integer(value: int) -> sympy.Expr:
+    """An integer as a formula."""
+    return _made(sympy.Integer(value))
 
 
 def value_of(formula: sympy.Expr, rank: int, degree: int) -> Fraction:
@@ -57,15 +57,13 @@ def value_of(formula: sympy.Expr, rank: int, degree: int) -> Fraction:
 
 @lru_cache(maxsize=1 << 16)
 def _value(formula: sympy.Expr, rank: int, degree: int) -> Fraction:
-    if formula.is_Integer:
-        return Fraction(int(formula))
-    if formula.is_Rational:
+    if isinstance(formula, sympy.Rational):
         return Fraction(int(formula.p), int(formula.q))
     if formula == RANK:
         return Fraction(rank)
     if formula == DEGREE:
         return Fraction(degree)
-    values = [_value(argument, rank, degree) for argument in formula.args]
+    values = [_value(argument, rank, degree) for argument in formula.args if isinstance(argument, sympy.Expr)]
     if formula.is_Add:
         return sum(values, Fraction(0))
     if formula.is_Mul:
@@ -111,17 +109,17 @@ def integer_of(formula: sympy.Expr, rank: int, degree: int, *, what: str) -> int
 
 def tokens_of(formula: sympy.Expr) -> list[int]:
     """A formula as integers in prefix order; FormulaError if a part is of no known kind."""
-    if formula.is_Integer:
-        return [_INTEGER, int(formula)]
-    if formula.is_Rational:
-        return [_RATIO, int(formula.p), int(formula.q)]
+    if isinstance(formula, sympy.Rational):
+        return [_INTEGER, int(formula.p)] if formula.q == 1 else [_RATIO, int(formula.p), int(formula.q)]
     if formula == RANK:
         return [_RANK]
     if formula == DEGREE:
         return [_DEGREE]
-    if formula.is_Pow and formula.exp.is_Integer:
+    if isinstance(formula, sympy.Pow) and isinstance(formula.exp, sympy.Integer):
         return [_POWER, int(formula.exp), *tokens_of(formula.base)]
-    arguments = [token for argument in formula.args for token in tokens_of(argument)]
+    arguments = [
+        token for argument in formula.args if isinstance(argument, sympy.Expr) for token in tokens_of(argument)
+    ]
     for tag, kind in _ONE.items():
         if isinstance(formula, kind):
             return [tag, *arguments]
@@ -156,12 +154,12 @@ def _read(tokens: Iterator[int], depth: int) -> sympy.Expr:
         raise FormulaError(f"a formula is nested deeper than {_MAX_DEPTH}")
     tag = next(tokens)
     if tag == _INTEGER:
-        return sympy.Integer(next(tokens))
+        return integer(next(tokens))
     if tag == _RATIO:
         top, bottom = next(tokens), next(tokens)
         if bottom < 1:
             raise FormulaError(f"{top}/{bottom} is no fraction of a formula")
-        return sympy.Rational(top, bottom)
+        return _made(sympy.Rational(top, bottom))
     if tag == _RANK:
         return RANK
     if tag == _DEGREE:
@@ -170,38 +168,65 @@ def _read(tokens: Iterator[int], depth: int) -> sympy.Expr:
         power, base = next(tokens), _read(tokens, depth - 1)
         if abs(power) > _MAX_POWER or base not in (RANK, DEGREE) or (power < 0 and base == RANK):
             raise FormulaError(f"a power {power} in a formula; expected up to {_MAX_POWER} of r, or of d or 1/d")
-        return base**power
+        return _made(sympy.Pow(base, power))
     if tag in _ONE:
-        return _ONE[tag](_read(tokens, depth - 1))
+        return _made(_ONE[tag](_read(tokens, depth - 1)))
     if tag in _MANY and 2 <= (count := next(tokens)) <= _MAX_ARGUMENTS:
-        return _MANY[tag](*[_read(tokens, depth - 1) for _ in range(count)])
+        return _made(_MANY[tag](*[_read(tokens, depth - 1) for _ in range(count)]))
     raise FormulaError("a formula has a part of no known kind")
 
 
-class _Writer(StrPrinter):
-    """sympy's own text with what is added before what is taken away."""
-
-    def _print_Add(self, expr: sympy.Expr, order: str | None = None) -> str:
-        terms = sorted(self._as_ordered_terms(expr, order=order), key=lambda term: term.could_extract_minus_sign())
-        text = ""
-        for term in terms:
-            minus = term.could_extract_minus_sign()
-            written = self.parenthesize(-term if minus else term, PRECEDENCE["Mul" if minus else "Add"], strict=True)
-            text += ("-" if minus else "+" if text else "") + written
-        return text
+def _made(formula: sympy.Basic) -> sympy.Expr:
+    if not isinstance(formula, sympy.Expr):
+        raise FormulaError(f"{formula} is no formula of a number")
+    return formula
 
 
 def show(formula: sympy.Expr) -> str:
-    """A formula as a person writes it, without spaces."""
+    """A formula as a person writes it, without spaces: what is added before what is taken away."""
     if formula.has(RANK) and not formula.has(sympy.Min, sympy.Max, sympy.floor):
         formula = sympy.factor_terms(formula)
-    formula = formula.replace(lambda each: isinstance(each, (sympy.Min, sympy.Max)), _factored)
-    text = re.sub(r"\bceiling\b", "ceil", _Writer().doprint(formula))
-    return re.sub(r"\bM(in|ax)\b", lambda found: found[0].lower(), text).replace(" ", "")
+    return _text(formula)
 
 
-def _factored(bound: sympy.Expr) -> sympy.Expr:
-    return bound.func(*(sympy.factor_terms(argument) for argument in bound.args), evaluate=False)
+def _text(formula: sympy.Expr) -> str:
+    if isinstance(formula, sympy.Add):
+        terms = sorted(formula.as_ordered_terms(), key=lambda term: bool(term.could_extract_minus_sign()))
+        return "".join(_signed(term) for term in terms).removeprefix("+")
+    if isinstance(formula, (sympy.Mul, sympy.Pow)):
+        return _quotient(formula)
+    arguments = [argument for argument in formula.args if isinstance(argument, sympy.Expr)]
+    for kind, name in ((sympy.floor, "floor"), (sympy.ceiling, "ceil"), (sympy.Min, "min"), (sympy.Max, "max")):
+        if isinstance(formula, kind):
+            texts = [_text(sympy.factor_terms(argument)) for argument in arguments]
+            return f"{name}({','.join(sorted(texts, key=lambda text: (not text.isdigit(), text)))})"
+    return str(formula)
+
+
+def _signed(term: sympy.Expr) -> str:
+    return f"-{_text(-term)}" if term.could_extract_minus_sign() else f"+{_text(term)}"
+
+
+def _quotient(formula: sympy.Expr) -> str:
+    """A product, with what divides it behind a slash."""
+    above, below = [], []
+    for factor in formula.as_ordered_factors():
+        if isinstance(factor, sympy.Rational) and factor.q != 1:
+            above += [] if factor.p == 1 else [str(factor.p)]
+            below.append(str(factor.q))
+        elif isinstance(factor, sympy.Pow) and isinstance(factor.exp, sympy.Integer) and factor.exp < 0:
+            below.append(_factor(1 / factor))
+        else:
+            above.append(_factor(factor))
+    text = "*".join(above).replace("-1*", "-", 1) or "1"
+    divisor = "*".join(below)
+    return f"{text}/({divisor})" if len(below) > 1 else f"{text}/{divisor}" if below else text
+
+
+def _factor(factor: sympy.Expr) -> str:
+    if isinstance(factor, sympy.Pow):
+        return f"{_factor(factor.base)}**{factor.exp}"
+    return f"({_text(factor)})" if isinstance(factor, sympy.Add) else _text(factor)
 
 
 def same(left: sympy.Expr, right: sympy.Expr) -> bool:

@@ -19,7 +19,7 @@ from layout_algebra.boxes import Box, Piece, cut_at_tensors
 from layout_algebra.canonical import lift
 from layout_algebra.errors import FormulaError
 from layout_algebra.formula_search import Search
-from layout_algebra.formulas import RANK
+from layout_algebra.formulas import RANK, integer
 from layout_algebra.name_bytes import Template, split_name
 from layout_algebra.recover import rectangles_of_copies
 from layout_algebra.slice_copy import CopyTable
@@ -134,7 +134,7 @@ class _Fitter:
         self._siblings: dict[Template, list[tuple[int, ...]]] = {}
         for template, numbers in self._sources:
             self._siblings.setdefault(template, []).append(numbers)
-        self._solved: dict[object, _Solved | str] = {}
+        self._solved: dict[object, _Solved] = {}
 
     def parameter(self, name: str, entries: Sequence[ParameterMap]) -> SymbolicParameter:
         """One parameter's formulas from its entry in every sample."""
@@ -309,10 +309,11 @@ class _Fitter:
             found = [
                 self._search.find([int(table[run, column]) for table in tables], [size, *shape]) for column in range(4)
             ]
-            if any(each is None for each in found):
+            start, length, stride, count = found
+            if start is None or length is None or stride is None or count is None:
                 seen = "; ".join(f"{t[run].tolist()} on {_rank(p)}" for t, p in zip(tables, self._points, strict=True))
                 raise FormulaError(f"no formula gives its opaque elements, as (start, length, stride, count): {seen}")
-            out.append((found[0], found[1], found[2], found[3]))
+            out.append((start, length, stride, count))
         return tuple(out)
 
     def _depends(self, tensors: Sequence[tuple[str, ...]]) -> tuple[SymbolicNames, ...]:
@@ -326,28 +327,30 @@ class _Fitter:
         for template, listed in by_template.items():
             if all(each == listed[0] for each in listed):
                 out += [
-                    SymbolicNames(template, tuple(map(sympy.Integer, numbers)), None, sympy.Integer(1))
-                    for numbers in listed[0]
+                    SymbolicNames(template, tuple(map(integer, numbers)), None, integer(1)) for numbers in listed[0]
                 ]
                 continue
-            rows = [numbers for each in listed for numbers in each]
-            moving = [k for k in range(len(rows[0])) if len({numbers[k] for numbers in rows}) > 1]
-            lows = [min(each)[moving[0]] if each else None for each in listed]
-            counts = [len(each) for each in listed]
-            dense = all(
-                not each
-                or [n[moving[0]] for n in sorted(each)]
-                == list(range(min(each)[moving[0]], min(each)[moving[0]] + len(each)))
-                for each in listed
-            )
-            count = self._search.find(counts)
-            low = self._search.find(lows, [] if count is None else [RANK * count])
-            if len(moving) != 1 or not dense or count is None or low is None:
+            found = self._range_of_names(listed)
+            if found is None:
                 raise FormulaError(f"no formula gives which {'{}'.join(template)} its opaque elements depend on")
-            numbers = [sympy.Integer(number) for number in rows[0]]
-            numbers[moving[0]] = low
-            out.append(SymbolicNames(template, tuple(numbers), moving[0], count))
+            moving, low, count = found
+            formulas = [integer(number) for number in listed[0][0]]
+            formulas[moving] = low
+            out.append(SymbolicNames(template, tuple(formulas), moving, count))
         return tuple(out)
+
+    def _range_of_names(self, listed: Sequence[list[tuple[int, ...]]]) -> tuple[int, sympy.Expr, sympy.Expr] | None:
+        """Names that differ in one number, without gaps on any sample: which number, the least, and how many."""
+        rows = [numbers for each in listed for numbers in each]
+        moving = [k for k in range(len(rows[0])) if len({numbers[k] for numbers in rows}) > 1]
+        if len(moving) != 1 or not all(listed):
+            return None
+        values = [sorted(numbers[moving[0]] for numbers in each) for each in listed]
+        if any(each != list(range(each[0], each[0] + len(each))) for each in values):
+            return None
+        count = self._search.find([len(each) for each in values])
+        low = None if count is None else self._search.find([each[0] for each in values], [RANK * count])
+        return None if count is None or low is None else (moving[0], low, count)
 
 
 def _named(

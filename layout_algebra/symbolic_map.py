@@ -104,7 +104,8 @@ class SymbolicCopy:
     def target_start(self, shape: tuple[sympy.Expr, ...]) -> sympy.Expr:
         """Flat index, in a parameter of that shape, of the first element."""
         steps = [sympy.Integer(1)] if self.flat else [_after(shape, k) for k in range(len(shape))]
-        return sympy.expand(sympy.Add(*(place * step for place, step in zip(self.to, steps, strict=True))))
+        start: sympy.Expr = sympy.expand(sympy.Add(*(p * step for p, step in zip(self.to, steps, strict=True))))
+        return start
 
     def target_strides(self, shape: tuple[sympy.Expr, ...]) -> tuple[sympy.Expr, ...]:
         """Elements of a parameter of that shape per position of every axis."""

@@ -250,7 +250,8 @@ def _at_end(low: sympy.Expr, size: sympy.Expr) -> int | None:
 
 
 def _expanded(each: sympy.Expr) -> sympy.Expr:
-    return each.func(*(sympy.expand(argument) for argument in each.args))
+    expanded: sympy.Expr = each.func(*(sympy.expand(argument) for argument in each.args))
+    return expanded
 
 
 def _runs(space: CheckpointSpace, copy: SymbolicCopy, fixed: _Fixed) -> IdArray:

@@ -15,6 +15,7 @@ import sympy
 from layout_algebra.boxes import Box
 from layout_algebra.errors import FormulaError
 from layout_algebra.formula_search import Search, Values, window_of
+from layout_algebra.formulas import integer
 from layout_algebra.symbolic_boxes import Slot, SourceFormulas
 from layout_algebra.symbolic_map import SymbolicAxis
 
@@ -96,13 +97,13 @@ class Targets:
         cut = -1 if source.window is None else source.window.slot
         walks = []
         for place, slot in enumerate(source.slots):
-            axis = self._axis_of(slot, digits, after)
-            if axis is None:
+            along = self._axis_of(slot, digits, after)
+            if along is None:
                 return None
-            stride = self._stride_of(slot, [steps[axis] for steps in after])
+            stride = self._stride_of(slot, [steps[along] for steps in after])
             if stride is None:
                 return None
-            walks.append((axis, stride, place == cut))
+            walks.append((along, stride, place == cut))
         to = []
         for axis in range(self._rank):
             window = source.window
@@ -150,7 +151,7 @@ class Targets:
             None if stride is None else stride // unit for stride, unit in zip(slot.strides, units, strict=True)
         ]
         if all(each is None for each in shown):
-            return sympy.Integer(1)
+            return integer(1)
         constant = self._search.constant(shown)
         # As with starts: packed tightly is likelier than a number that only one degree has.
         tight = None if constant == 1 else self._search.first(self._counts, shown)
