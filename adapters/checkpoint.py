@@ -1,7 +1,7 @@
 """A folder of safetensors as a checkpoint space: names, shapes and dtypes from the headers, values on request.
 
 The folder may hold one file or many, with or without Hugging Face's ``model.safetensors.index.json``. Only headers
-are read to make the space; a tensor's bytes are read when it is asked for by name.
+are read to make the space, without torch; a tensor's bytes are read when it is asked for by name.
 
 >>> checkpoint = Checkpoint.open("Qwen3-MoE")                                      # doctest: +SKIP
 >>> checkpoint.space, checkpoint.read("model.norm.weight").shape                   # doctest: +SKIP
@@ -14,14 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 
 from adapters.failures import CheckpointError
 from layout_algebra.errors import LayoutError
 from layout_algebra.space import CheckpointSpace, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Checkpoint"]
 
@@ -127,7 +130,7 @@ def _read_index(root: Path) -> dict[str, str]:
 
 def _read_header(path: Path) -> list[TensorSpec]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
+        with safe_open(path, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
             return [TensorSpec(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()]
     except (OSError, SafetensorError, LayoutError) as error:
