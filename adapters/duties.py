@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from adapters.failures import HookError, StaleError, UsageError, VersionError
-from adapters.messages import (
+from adapters.duty_messages import (
     Assess,
     Assessed,
     Attach,
@@ -44,6 +43,7 @@ from adapters.messages import (
     Transfer,
     Transferred,
 )
+from adapters.failures import HookError, StaleError, UsageError, VersionError
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights, probe
 from adapters.session import Session
@@ -111,6 +111,7 @@ class Duties:
     def __init__(self, worker: Worker, session: Session) -> None:
         self._worker = worker
         self._session = session
+        self._probed: SourceMap | None = None
         self._map: SourceMap | None = None
         self._storage: Storage | None = None
         self._cells: Mapping[int, RunTable] = {}
@@ -131,7 +132,7 @@ class Duties:
 
     @property
     def source_map(self) -> SourceMap | None:
-        """The map of the last probe."""
+        """What the worker was found to hold by the connect that it is bound to."""
         return self._map
 
     def perform(self, duty: Duty) -> Result:
@@ -143,7 +144,7 @@ class Duties:
             case Stay():
                 return Done(time.perf_counter() - start)
             case GiveMap():
-                return MapGiven(self._known_map().to_bytes())
+                return MapGiven(self._found().to_bytes())
             case Bind():
                 return self._bind(duty, start)
             case Attach(endpoints):
@@ -191,19 +192,19 @@ class Duties:
 
     def _probe(self, start: float) -> Probed:
         worker = self._worker
-        self._map = None
         found = probe(worker.load_weights, worker.parameters, worker.space, agree=self._session.agree)
-        self._map = found
+        self._probed = found
         return Probed(found.digest(), time.perf_counter() - start)
 
     def _bind(self, duty: Bind, start: float) -> Bound:
         self.close()
-        worker, source_map = self._worker, self._known_map()
+        worker, source_map = self._worker, self._found()
         program = Program.from_bytes(duty.program)
         if program.worker != worker.name:
             raise StaleError(f"{worker.name}: got the program of {program.worker}; call connect again")
         memory = live_memory(worker.parameters)
         takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
+        self._map = source_map
         self._storage = Storage.of(memory).only(sorted(takes_part))
         self._cells = provable(source_map, duty.cells)
         self._gets_bytes = worker.receives and program.release is not None
@@ -269,9 +270,14 @@ class Duties:
         memory = {name: _bits(tensor) for name, tensor in live_memory(self._worker.parameters).items()}
         return digest(self._known_map(), memory, self._cells)
 
+    def _found(self) -> SourceMap:
+        if self._probed is None:
+            raise StaleError(f"{self._worker.name}: not probed yet; call connect")
+        return self._probed
+
     def _known_map(self) -> SourceMap:
         if self._map is None:
-            raise StaleError(f"{self._worker.name}: not probed yet; call connect")
+            raise StaleError(f"{self._worker.name}: not connected; call connect")
         return self._map
 
     def _bound(self) -> Executor:

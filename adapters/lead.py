@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from adapters.duty_messages import Assess, Duty, Install, Prepare, Publish, Result, Transfer
 from adapters.failures import Failure, LostWorkerError
 from adapters.messages import (
     LEFT,
@@ -25,27 +26,20 @@ from adapters.messages import (
     Answer,
     AnswerStop,
     Ask,
-    Assess,
     Call,
     Cancel,
     Committed,
-    Duty,
     End,
     FromLead,
     FromRank,
     Gathered,
-    Install,
     Member,
-    Prepare,
     ProposeStop,
-    Publish,
     Relay,
-    Result,
     Roster,
     Stop,
     ToLead,
     ToRank,
-    Transfer,
 )
 from adapters.promise import Commit, PollLead, Propose
 from transfer_exec.errors import DeadlineError

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from adapters.duty_messages import Duty, Result, Struct, Tagged
 from adapters.failures import Failure
 from adapters.promise import Promise, Propose
 
@@ -40,18 +41,10 @@ class MalformedMessageError(Exception):
     """Bytes that are no message; they are dropped and counted, and never reach a user."""
 
 
-class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of every part of a message."""
-
-
-class _Tagged(_Struct, frozen=True, tag=True):
-    """Settings of everything that stands in a union."""
-
-
 # Joining
 
 
-class Member(_Struct, frozen=True):
+class Member(Struct, frozen=True):
     """One rank of a group.
 
     Attributes
@@ -79,7 +72,7 @@ class Member(_Struct, frozen=True):
     version: int | None
 
 
-class Hello(_Tagged, frozen=True):
+class Hello(Tagged, frozen=True):
     """The first message over a connection.
 
     Attributes
@@ -95,31 +88,31 @@ class Hello(_Tagged, frozen=True):
     member: Member
 
 
-class Welcome(_Tagged, frozen=True):
+class Welcome(Tagged, frozen=True):
     """The answer to a Hello that was accepted."""
 
     incarnation: str
 
 
-class Refused(_Tagged, frozen=True):
+class Refused(Tagged, frozen=True):
     """The answer to a Hello that was not; a final one is an error, any other leads to another look-up."""
 
     failure: Failure
     final: bool
 
 
-class Bye(_Tagged, frozen=True):
+class Bye(Tagged, frozen=True):
     """The last message over a connection."""
 
 
-class Ping(_Tagged, frozen=True):
+class Ping(Tagged, frozen=True):
     """Sent so that a connection that is gone is noticed."""
 
 
 # What trainers call
 
 
-class ConnectIntent(_Tagged, frozen=True):
+class ConnectIntent(Tagged, frozen=True):
     """Arguments of connect that all trainer ranks must share."""
 
     engines: tuple[str, ...]
@@ -131,7 +124,7 @@ class ConnectIntent(_Tagged, frozen=True):
     topology: str
 
 
-class SendIntent(_Tagged, frozen=True):
+class SendIntent(Tagged, frozen=True):
     """Arguments of send_weights that all trainer ranks must share."""
 
     version: int
@@ -140,7 +133,7 @@ class SendIntent(_Tagged, frozen=True):
 Intent: TypeAlias = ConnectIntent | SendIntent
 
 
-class Call(_Tagged, frozen=True):
+class Call(Tagged, frozen=True):
     """A trainer rank called an adapter method and waits.
 
     Attributes
@@ -160,176 +153,10 @@ class Call(_Tagged, frozen=True):
     failure: Failure | None
 
 
-# Duties and their results
-
-
-class Probe(_Tagged, frozen=True):
-    """Discover what ``load_weights`` does; everybody in the group begins at about the same time."""
-
-
-class Stay(_Tagged, frozen=True):
-    """Nothing to do but to have stopped: say so."""
-
-
-class GiveMap(_Tagged, frozen=True):
-    """Send the source map of this digest itself; the others' are known already."""
-
-    digest: str
-
-
-class Cell(_Struct, frozen=True):
-    """Ids to digest after an update: a number that all workers share, and int64 runs of four columns."""
-
-    number: int
-    runs: bytes
-
-
-class Bind(_Tagged, frozen=True):
-    """Take part in a plan: bind a program to memory, allocate and register.
-
-    Attributes
-    ----------
-    program
-        This worker's ``transfer_exec.program.Program`` in bytes; it names plan and map by digest.
-    transport
-        Which transport to make.
-    cells
-        What to digest in every update; empty without verification.
-    """
-
-    program: bytes
-    transport: str
-    cells: tuple[Cell, ...]
-
-
-class Attach(_Tagged, frozen=True):
-    """Make peers writable: endpoint bytes by worker."""
-
-    endpoints: dict[str, bytes]
-
-
-class Prepare(_Tagged, frozen=True):
-    """Check that this version can be written, and run the before-update hook."""
-
-    version: int
-    metadata: bytes
-
-
-class Transfer(_Tagged, frozen=True):
-    """Move the bytes."""
-
-    version: int
-
-
-class Install(_Tagged, frozen=True):
-    """All bytes have landed and were compared: load opaque parameters and run the after-update hook."""
-
-    version: int
-
-
-class Assess(_Tagged, frozen=True):
-    """The update has failed: say whether anything was written."""
-
-
-class Publish(_Tagged, frozen=True):
-    """Every rank of the engine has installed it: this is the version now, and computing may go on."""
-
-    version: int
-
-
-Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Assess | Publish
-
-
-class Probed(_Tagged, frozen=True):
-    """What a probe found; the map follows on request."""
-
-    map_digest: str
-    seconds: float
-
-
-class MapGiven(_Tagged, frozen=True):
-    """A source map's bytes."""
-
-    data: bytes
-
-
-class Bound(_Tagged, frozen=True):
-    """A worker's endpoint."""
-
-    endpoint: bytes
-    seconds: float
-
-
-class Done(_Tagged, frozen=True):
-    """A duty without a result."""
-
-    seconds: float
-
-
-class Prepared(_Tagged, frozen=True):
-    """A worker can begin.
-
-    Attributes
-    ----------
-    digests
-        Cell number -> digest of what will be packed (trainers).
-    moved
-        Its memory was released and mapped again, so it must be bound anew before a byte moves.
-    verify_s
-        Seconds the digests took.
-    """
-
-    digests: dict[int, int]
-    moved: bool
-    verify_s: float
-
-
-class Transferred(_Tagged, frozen=True):
-    """A worker sent and received everything that concerns it.
-
-    Attributes
-    ----------
-    report
-        A ``transfer_exec.report.WorkerReport`` in msgpack.
-    digests
-        Cell number -> digest of what has landed (rollouts).
-    verify_s
-        Seconds the digests took.
-    stall
-        A trainer's: from its call of send_weights until it can go on; CLOCK_MONOTONIC.
-    """
-
-    report: bytes
-    digests: dict[int, int]
-    verify_s: float
-    stall: tuple[float, float] | None
-
-
-class Assessed(_Tagged, frozen=True):
-    """Whether this rank's parameters were written by an update that failed."""
-
-    wrote: bool
-
-
-class Published(_Tagged, frozen=True):
-    """A rollout is at the new version.
-
-    Attributes
-    ----------
-    stall
-        From its stop at the agreed poll until it goes on; CLOCK_MONOTONIC.
-    """
-
-    stall: tuple[float, float]
-
-
-Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Assessed | Published
-
-
 # Between a lead and its ranks
 
 
-class Ask(_Tagged, frozen=True):
+class Ask(Tagged, frozen=True):
     """One duty for one rank; the next message comes within ``patience_s``, or the lead is gone."""
 
     txn: int
@@ -338,7 +165,7 @@ class Ask(_Tagged, frozen=True):
     duty: Duty
 
 
-class Answer(_Tagged, frozen=True):
+class Answer(Tagged, frozen=True):
     """A duty's result, or why there is none; with step `LEFT`, why the rank takes no further part."""
 
     txn: int
@@ -347,14 +174,14 @@ class Answer(_Tagged, frozen=True):
     failure: Failure | None
 
 
-class ProposeStop(_Tagged, frozen=True):
+class ProposeStop(Tagged, frozen=True):
     """A proposal, on behalf of a transaction."""
 
     txn: int
     proposal: Propose
 
 
-class AnswerStop(_Tagged, frozen=True):
+class AnswerStop(Tagged, frozen=True):
     """A rank's answer to a proposal, or why it cannot stop at all."""
 
     txn: int
@@ -362,7 +189,7 @@ class AnswerStop(_Tagged, frozen=True):
     failure: Failure | None
 
 
-class Committed(_Tagged, frozen=True):
+class Committed(Tagged, frozen=True):
     """Every rank has promised to stop."""
 
     txn: int
@@ -370,7 +197,7 @@ class Committed(_Tagged, frozen=True):
     patience_s: float
 
 
-class AgreeValue(_Tagged, frozen=True):
+class AgreeValue(Tagged, frozen=True):
     """A rank's value in the n-th agreement of a transaction."""
 
     txn: int
@@ -378,14 +205,14 @@ class AgreeValue(_Tagged, frozen=True):
     value: int
 
 
-class Cancel(_Tagged, frozen=True):
+class Cancel(Tagged, frozen=True):
     """Stop moving bytes: the transaction has failed elsewhere. Its End follows."""
 
     txn: int
     failure: Failure
 
 
-class Agreed(_Tagged, frozen=True):
+class Agreed(Tagged, frozen=True):
     """The largest value of all ranks."""
 
     txn: int
@@ -393,7 +220,7 @@ class Agreed(_Tagged, frozen=True):
     value: int
 
 
-class End(_Tagged, frozen=True):
+class End(Tagged, frozen=True):
     """A transaction is over.
 
     Attributes
@@ -415,14 +242,14 @@ class End(_Tagged, frozen=True):
 # Between a lead and the conductor
 
 
-class Stop(_Tagged, frozen=True):
+class Stop(Tagged, frozen=True):
     """Bring all ranks of an engine to the same poll."""
 
     txn: int
     deadline_s: float
 
 
-class Relay(_Tagged, frozen=True):
+class Relay(Tagged, frozen=True):
     """Duties for the ranks: one for all, or one each in rank order."""
 
     txn: int
@@ -431,7 +258,7 @@ class Relay(_Tagged, frozen=True):
     duties: tuple[Duty, ...]
 
 
-class Roster(_Tagged, frozen=True):
+class Roster(Tagged, frozen=True):
     """Who has joined a group; sent whenever that changes."""
 
     group: str
@@ -439,7 +266,7 @@ class Roster(_Tagged, frozen=True):
     members: tuple[Member, ...]
 
 
-class Gathered(_Tagged, frozen=True):
+class Gathered(Tagged, frozen=True):
     """Every rank's answer to a step in rank order, or the first failure. Step 0 is a Stop."""
 
     group: str

@@ -23,8 +23,9 @@ from pathlib import Path
 from adapters.arguments import JsonValue, check_staging, check_transport, decode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.duties import Duties, Hook, Worker
+from adapters.duty_messages import Duty, Publish, Result, Transfer
 from adapters.failures import Failure, StaleError, TornError, UsageError
-from adapters.messages import Duty, End, Publish, Result, Transfer
+from adapters.messages import End
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous

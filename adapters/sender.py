@@ -25,8 +25,9 @@ from adapters.arguments import JsonValue, check_staging, check_transport, encode
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
+from adapters.duty_messages import Transfer
 from adapters.failures import ClosedError, Failure, UsageError, failure_of, raise_failure
-from adapters.messages import ConnectIntent, End, SendIntent, Transfer
+from adapters.messages import ConnectIntent, End, SendIntent
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous

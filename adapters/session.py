@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from adapters.duty_messages import Duty, Result
 from adapters.failures import Failure, LostWorkerError, failure_of, raise_failure
 from adapters.messages import (
     LEFT,
@@ -29,12 +30,10 @@ from adapters.messages import (
     Call,
     Cancel,
     Committed,
-    Duty,
     End,
     FromRank,
     Intent,
     ProposeStop,
-    Result,
     ToRank,
 )
 from adapters.promise import PollCounter, Standing

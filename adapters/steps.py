@@ -18,20 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias
 
+from adapters.duty_messages import Duty, Result
 from adapters.failures import ClosedError, Failure, LostWorkerError, raise_failure
-from adapters.messages import (
-    Call,
-    Cancel,
-    Duty,
-    End,
-    FromLead,
-    Gathered,
-    Relay,
-    Result,
-    Roster,
-    Stop,
-    ToLead,
-)
+from adapters.messages import Call, Cancel, End, FromLead, Gathered, Relay, Roster, Stop, ToLead
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from adapters.messages import Prepared, Published, Result, Transferred
+from adapters.duty_messages import Prepared, Published, Result, Transferred
 from adapters.planning import Connection
 from transfer_exec.report import Stall, TransferReport, WorkerEvents, WorkerReport, combine_reports
 

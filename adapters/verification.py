@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
-from adapters.messages import Cell
 from layout_algebra.correspondence import Correspondence
 from layout_algebra.dtypes import holds_every_value
 from layout_algebra.fingerprint import Memory, fingerprint_cells

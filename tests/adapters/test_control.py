@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from adapters import duty_messages as duties
 from adapters import messages
 from adapters.control import Post
 from adapters.failures import ClosedError, Failure, RendezvousError, UsageError
@@ -114,9 +115,9 @@ def test_large_messages_pass(posts: Posts) -> None:
     child, below = posts.child(1)
     wait_for(lambda: below.parents == 1)
     data = random.Random(1).randbytes(20_000_000)
-    child.to_parent(Answer(1, 1, messages.MapGiven(data), None))
+    child.to_parent(Answer(1, 1, duties.MapGiven(data), None))
     wait_for(lambda: len(above.children) == 1)
-    assert above.children[0][1] == Answer(1, 1, messages.MapGiven(data), None)
+    assert above.children[0][1] == Answer(1, 1, duties.MapGiven(data), None)
 
 
 def test_children_may_come_before_their_parent(posts: Posts) -> None:
@@ -240,7 +241,7 @@ def test_noise_is_dropped_and_counted_and_changes_nothing(posts: Posts, tmp_path
     threads = threading.active_count()
     good = [
         encode(AgreeValue(1, 1, 1)),
-        encode(Answer(1, 1, messages.Done(0.1), None)),
+        encode(Answer(1, 1, duties.Done(0.1), None)),
         encode(messages.Roster("engine/a", 1, (member("engine/a/0"),))),
         encode(messages.Bye()),
     ]

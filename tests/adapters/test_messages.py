@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters import duty_messages as duties
 from adapters import messages
 from adapters.failures import Failure, RemoteError, VersionError, error_of, failure_of
 from adapters.messages import MalformedMessageError, decode, encode
@@ -25,28 +26,28 @@ UP = [
     messages.Bye(),
     messages.Call("trainer/1", 4, messages.SendIntent(7), b"\x80", None),
     messages.Call("trainer/1", 4, messages.ConnectIntent(("a",), 5, ("w",), "auto", "digest", False, ""), b"", FAILURE),
-    messages.Answer(9, 2, messages.Probed("d1", 0.5), None),
-    messages.Answer(9, 2, messages.MapGiven(b"\0\1"), None),
-    messages.Answer(9, 2, messages.Prepared({1: 2**64 - 1}, False, 0.1), None),
+    messages.Answer(9, 2, duties.Probed("d1", 0.5), None),
+    messages.Answer(9, 2, duties.MapGiven(b"\0\1"), None),
+    messages.Answer(9, 2, duties.Prepared({1: 2**64 - 1}, False, 0.1), None),
     messages.Answer(9, -1, None, FAILURE),
     messages.AnswerStop(9, Promise(3, True, 17), None),
     messages.AgreeValue(9, 1, -4),
     messages.Roster("engine/a", 2, (MEMBER,)),
-    messages.Gathered("engine/a", 9, 2, (messages.Done(0.1), None), None),
+    messages.Gathered("engine/a", 9, 2, (duties.Done(0.1), None), None),
 ]
 DOWN = [
     messages.Welcome("f3"),
     messages.Refused(FAILURE, True),
     messages.Ping(),
-    messages.Ask(9, 2, 65.0, messages.Bind(b"program", "shared_memory", (messages.Cell(3, b"runs"),))),
-    messages.Ask(9, 2, 65.0, messages.Attach({"engine/a/0": b"endpoint"})),
+    messages.Ask(9, 2, 65.0, duties.Bind(b"program", "shared_memory", (duties.Cell(3, b"runs"),))),
+    messages.Ask(9, 2, 65.0, duties.Attach({"engine/a/0": b"endpoint"})),
     messages.ProposeStop(9, Propose(3, 18)),
     messages.Committed(9, 3, 65.0),
     messages.Agreed(9, 1, 4),
     messages.Cancel(9, FAILURE),
     messages.End(9, None, b"report"),
     messages.Stop(9, 60.0),
-    messages.Relay(9, 2, 60.0, (messages.Transfer(5), messages.Stay())),
+    messages.Relay(9, 2, 60.0, (duties.Transfer(5), duties.Stay())),
 ]
 
 
@@ -116,7 +117,7 @@ def test_small_messages_must_be_small() -> None:
 
 def test_numpy_digests_travel_as_plain_numbers() -> None:
     digests = dict(enumerate(np.array([1, 2**64 - 1], dtype=np.uint64).tolist()))
-    answer = messages.Answer(1, 1, messages.Prepared(digests, False, 0.0), None)
+    answer = messages.Answer(1, 1, duties.Prepared(digests, False, 0.0), None)
     assert decode(encode(answer), from_child=True) == answer
 
 

@@ -9,30 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from adapters.duty_messages import Done, Duty, Prepare, Probe, Publish, Result, Stay, Transfer
 from adapters.failures import Failure, LostWorkerError, StaleError, VersionError
 from adapters.lead import GroupLead
 from adapters.messages import (
     Answer,
     Call,
     Cancel,
-    Done,
-    Duty,
     End,
     FromLead,
     FromRank,
     Gathered,
     Member,
-    Prepare,
-    Probe,
-    Publish,
     Relay,
-    Result,
     Roster,
     SendIntent,
-    Stay,
     Stop,
     ToRank,
-    Transfer,
 )
 from adapters.session import Session
 from tests.adapters.crew import wait_for

@@ -1,0 +1,210 @@
+"""What a rank is asked to do, and what comes of it: the payload of `Ask` and `Answer`.
+
+::
+
+    Probe -> Probed        GiveMap -> MapGiven     Bind -> Bound          Attach, Stay -> Done
+    Prepare -> Prepared    Transfer -> Transferred    Install -> Done    Publish -> Published    Assess -> Assessed
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Assess",
+    "Assessed",
+    "Attach",
+    "Bind",
+    "Bound",
+    "Cell",
+    "Done",
+    "Duty",
+    "GiveMap",
+    "Install",
+    "MapGiven",
+    "Prepare",
+    "Prepared",
+    "Probe",
+    "Probed",
+    "Publish",
+    "Published",
+    "Result",
+    "Stay",
+    "Struct",
+    "Tagged",
+    "Transfer",
+    "Transferred",
+]
+
+
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of every part of a message."""
+
+
+class Tagged(Struct, frozen=True, tag=True):
+    """Settings of everything that stands in a union."""
+
+
+class Probe(Tagged, frozen=True):
+    """Discover what ``load_weights`` does; everybody in the group begins at about the same time."""
+
+
+class Stay(Tagged, frozen=True):
+    """Nothing to do but to have stopped: say so."""
+
+
+class GiveMap(Tagged, frozen=True):
+    """Send the source map of this digest itself; the others' are known already."""
+
+    digest: str
+
+
+class Cell(Struct, frozen=True):
+    """Ids to digest after an update: a number that all workers share, and int64 runs of four columns."""
+
+    number: int
+    runs: bytes
+
+
+class Bind(Tagged, frozen=True):
+    """Take part in a plan: bind a program to memory, allocate and register.
+
+    Attributes
+    ----------
+    program
+        This worker's ``transfer_exec.program.Program`` in bytes; it names plan and map by digest.
+    transport
+        Which transport to make.
+    cells
+        What to digest in every update; empty without verification.
+    """
+
+    program: bytes
+    transport: str
+    cells: tuple[Cell, ...]
+
+
+class Attach(Tagged, frozen=True):
+    """Make peers writable: endpoint bytes by worker."""
+
+    endpoints: dict[str, bytes]
+
+
+class Prepare(Tagged, frozen=True):
+    """Check that this version can be written, and run the before-update hook."""
+
+    version: int
+    metadata: bytes
+
+
+class Transfer(Tagged, frozen=True):
+    """Move the bytes."""
+
+    version: int
+
+
+class Install(Tagged, frozen=True):
+    """All bytes have landed and were compared: load opaque parameters and run the after-update hook."""
+
+    version: int
+
+
+class Assess(Tagged, frozen=True):
+    """The update has failed: say whether anything was written."""
+
+
+class Publish(Tagged, frozen=True):
+    """Every rank of the engine has installed it: this is the version now, and computing may go on."""
+
+    version: int
+
+
+Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Assess | Publish
+
+
+class Probed(Tagged, frozen=True):
+    """What a probe found; the map follows on request."""
+
+    map_digest: str
+    seconds: float
+
+
+class MapGiven(Tagged, frozen=True):
+    """A source map's bytes."""
+
+    data: bytes
+
+
+class Bound(Tagged, frozen=True):
+    """A worker's endpoint."""
+
+    endpoint: bytes
+    seconds: float
+
+
+class Done(Tagged, frozen=True):
+    """A duty without a result."""
+
+    seconds: float
+
+
+class Prepared(Tagged, frozen=True):
+    """A worker can begin.
+
+    Attributes
+    ----------
+    digests
+        Cell number -> digest of what will be packed (trainers).
+    moved
+        Its memory was released and mapped again, so it must be bound anew before a byte moves.
+    verify_s
+        Seconds the digests took.
+    """
+
+    digests: dict[int, int]
+    moved: bool
+    verify_s: float
+
+
+class Transferred(Tagged, frozen=True):
+    """A worker sent and received everything that concerns it.
+
+    Attributes
+    ----------
+    report
+        A ``transfer_exec.report.WorkerReport`` in msgpack.
+    digests
+        Cell number -> digest of what has landed (rollouts).
+    verify_s
+        Seconds the digests took.
+    stall
+        A trainer's: from its call of send_weights until it can go on; CLOCK_MONOTONIC.
+    """
+
+    report: bytes
+    digests: dict[int, int]
+    verify_s: float
+    stall: tuple[float, float] | None
+
+
+class Assessed(Tagged, frozen=True):
+    """Whether this rank's parameters were written by an update that failed."""
+
+    wrote: bool
+
+
+class Published(Tagged, frozen=True):
+    """A rollout is at the new version.
+
+    Attributes
+    ----------
+    stall
+        From its stop at the agreed poll until it goes on; CLOCK_MONOTONIC.
+    """
+
+    stall: tuple[float, float]
+
+
+Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Assessed | Published

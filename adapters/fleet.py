@@ -1,0 +1,200 @@
+"""Everybody the conductor deals with: who is there, what they hold, and what they are bound to.
+
+A fleet outlives single connects and updates. Engines are known by their processes: one that was started again is
+another engine until a connect has discovered it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from adapters.duty_messages import Attach, Bind, Bound, Result
+from adapters.failures import LostWorkerError, StaleError
+from adapters.messages import ConnectIntent, Member, Roster
+from adapters.planning import Connection, group_of, make_connection, topology_of_hosts
+from adapters.steps import TRAINERS, Results, Steps
+from adapters.verification import cells_of
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import natural_key
+from transfer_exec.compiler import compile_from_regions
+from transfer_exec.regions import Regions
+from transfer_exec.topology import Topology
+
+__all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations", "is_complete"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A connected engine.
+
+    Attributes
+    ----------
+    incarnations
+        Which processes it is, in rank order.
+    digests
+        Digests of their source maps.
+    version
+        What all of them hold; None before the first update.
+    """
+
+    incarnations: tuple[str, ...]
+    digests: tuple[str, ...]
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What one worker is told when it is bound, and whom it writes to; kept so that it can be bound again."""
+
+    bind: Bind
+    peers: tuple[str, ...]
+
+
+class Fleet:
+    """The state between transactions; used by the conductor's thread only.
+
+    Parameters
+    ----------
+    trainers
+        Worker names in rank order.
+    steps
+        How groups are spoken to.
+
+    Attributes
+    ----------
+    maps
+        Source maps by digest.
+    engines
+        Connected engines by group.
+    intent, topology, connection
+        Of the connect that succeeded last; None before.
+    bindings
+        Of that connection, by worker.
+    bound
+        Whether every worker is bound to it and able to run.
+    """
+
+    def __init__(self, trainers: Sequence[str], steps: Steps) -> None:
+        self._trainers = tuple(trainers)
+        self._steps = steps
+        self.maps: dict[str, SourceMap] = {}
+        self.engines: dict[str, Engine] = {}
+        self.intent: ConnectIntent | None = None
+        self.topology: Topology | None = None
+        self.connection: Connection | None = None
+        self.bindings: dict[str, Binding] = {}
+        self.bound = False
+
+    def ranks(self, group: str) -> tuple[str, ...]:
+        """Worker names of a group in rank order."""
+        if group == TRAINERS:
+            return self._trainers
+        return tuple(f"{group}/{rank}" for rank in range(self._steps.rosters[group].world_size))
+
+    def members(self, groups: Iterable[str]) -> list[Member]:
+        """Members of the trainers and of some engines."""
+        return [m for group in (TRAINERS, *sorted(groups, key=natural_key)) for m in self._steps.rosters[group].members]
+
+    def by_worker(self, results: Results) -> dict[str, Result | None]:
+        """Results of groups as results of workers."""
+        return {w: one for group in results for w, one in zip(self.ranks(group), results[group], strict=True)}
+
+    def present_engines(self) -> list[str]:
+        """Connected engines all of whose processes are still the same."""
+        rosters = self._steps.rosters
+        return [
+            group
+            for group, engine in self.engines.items()
+            if is_complete(rosters.get(group)) and incarnations(rosters[group]) == engine.incarnations
+        ]
+
+    def version_of(self, group: str) -> int | None:
+        """The version that an engine holds, as far as is known."""
+        roster, engine = self._steps.rosters[group], self.engines.get(group)
+        if engine is not None and engine.incarnations == incarnations(roster):
+            return engine.version
+        return max((m.version for m in roster.members if m.version is not None), default=None)
+
+    def plan(
+        self,
+        intent: ConnectIntent,
+        topology: Topology | None,
+        holders: Mapping[str, SourceMap],
+        needers: Mapping[str, SourceMap],
+    ) -> Connection:
+        """Make a connection of these workers; without a topology, from the machines they run on."""
+        if topology is None:
+            members = self.members({group_of(worker) for worker in needers})
+            topology = topology_of_hosts({member.worker: member.host for member in members})
+        return make_connection(
+            holders,
+            needers,
+            topology,
+            buffer_bytes=intent.buffer_bytes,
+            allow_partial=intent.allow_partial,
+            cast=intent.cast,
+        )
+
+    def bind(self, bindings: Mapping[str, Binding]) -> None:
+        """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction."""
+        self.bound = False
+        groups = sorted({group_of(worker) for worker in bindings}, key=natural_key)
+        bound = self.by_worker(
+            self._steps.run({group: tuple(bindings[worker].bind for worker in self.ranks(group)) for group in groups})
+        )
+        endpoints = {worker: result.endpoint for worker, result in bound.items() if isinstance(result, Bound)}
+        attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
+        self._steps.run({group: tuple(attach[worker] for worker in self.ranks(group)) for group in groups})
+        self.bindings = dict(bindings)
+        self.bound = True
+
+    def connected_engines(self) -> list[str]:
+        """Engines that an update reaches; those that are gone are left out, with a new plan for the others.
+
+        Raises
+        ------
+        StaleError
+            Before the first connect.
+        LostWorkerError
+            If no engine is left.
+        """
+        if self.connection is None or self.intent is None:
+            raise StaleError("send_weights before connect; call connect(engines) on every trainer rank first")
+        groups = self.present_engines()
+        gone = [group for group in self.engines if group not in groups]
+        if not groups:
+            raise LostWorkerError(f"{', '.join(gone)}: gone since connect; start it again and call connect")
+        if gone:
+            _log.warning("%s: gone since connect, left out from now on", ", ".join(gone))
+            needers = {w: m for w, m in self.connection.needers.items() if group_of(w) in groups}
+            self.connection = self.plan(self.intent, self.topology, self.connection.holders, needers)
+            transport = next(iter(self.bindings.values())).bind.transport
+            self.bindings = compile_bindings(self.connection, transport, verify=self.intent.verify)
+            self.bound = False
+            self.engines = {group: self.engines[group] for group in groups}
+        return groups
+
+
+def compile_bindings(connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
+    """Every worker's program, what it must digest, and whom it writes to."""
+    regions = Regions(connection.plan)
+    out = {}
+    for worker, source_map in connection.maps.items():
+        program = compile_from_regions(regions, worker, source_map)
+        cells = cells_of(connection.correspondence, worker) if verify == "digest" else ()
+        out[worker] = Binding(Bind(program.to_bytes(), transport, cells), program.peers)
+    return out
+
+
+def incarnations(roster: Roster) -> tuple[str, ...]:
+    """Which processes a group is, in rank order."""
+    return tuple(member.incarnation for member in roster.members)
+
+
+def is_complete(roster: Roster | None) -> bool:
+    """Whether every rank of a group has joined."""
+    return roster is not None and len(roster.members) == roster.world_size
