@@ -3,14 +3,20 @@
 Kernels keep their Python signature for the type checker, cache their machine code beside the source, and release
 the GIL, so that callers can run them on threads of their own. ``parallel=True`` is not used: a child forked after
 an OpenMP region dies.
+
+Numba takes machine code from its cache while the kernel's own file is unchanged, although code of kernels in other
+files has been compiled into it. Here a kernel's stamp covers the files of all kernels that its module imports.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 import numba
+from numba.core.caching import IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -18,9 +24,29 @@ _R = TypeVar("_R")
 
 def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a function over arrays and numbers at its first call; the original stays at ``.py_func``."""
-    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True)(function))
+    return cast("Callable[_P, _R]", _stamped(numba.njit(cache=True, nogil=True)(function)))
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a small function that is put into every kernel that calls it; in large kernels that takes long."""
-    return cast("Callable[_P, _R]", numba.njit(cache=True, nogil=True, forceinline=True)(function))
+    return cast("Callable[_P, _R]", _stamped(numba.njit(cache=True, nogil=True, forceinline=True)(function)))
+
+
+def _stamped(compiled: object) -> object:
+    """Make the cached machine code of a kernel depend on every file that kernels in reach come from."""
+    if not isinstance(compiled, Dispatcher):
+        return compiled  # numba is switched off
+    function = compiled.py_func
+    others = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
+    imported = [_index_of(other) for other in others if other.py_func.__module__ != function.__module__]
+    if imported:
+        index = _index_of(compiled)
+        stamps = "".join(sorted(repr(other._source_stamp) for other in imported))
+        index._source_stamp = (index._source_stamp, hashlib.sha256(stamps.encode()).hexdigest())
+    return compiled
+
+
+def _index_of(compiled: Dispatcher[Callable[..., object]]) -> IndexDataCacheFile:
+    """Numba has no public name for it; the attribute has been there since its cache has."""
+    index: IndexDataCacheFile = compiled._cache._cache_file  # type: ignore[attr-defined]
+    return index
