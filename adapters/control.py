@@ -199,7 +199,9 @@ class Post:
             self._handler.broken(failure_of(error, self._worker))
         finally:
             with contextlib.suppress(Exception):
-                self._say_goodbye()
+                # What was said before close is still said: a child must not take a success for a loss.
+                self._drain()
+                self._uplink.send(Bye())
             self._release()
 
     def _wait(self) -> None:
@@ -213,13 +215,16 @@ class Post:
         with contextlib.suppress(BlockingIOError):
             while self._wake_in.recv(4096):
                 pass
-        while self._queue:
-            self._queue.popleft()()
+        self._drain()
         if self._hub is not None:
             self._read_children(self._hub)
         if self._parent is not None and not self._refused:
             self._keep_parent(self._parent)
         self._handler.tick()
+
+    def _drain(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
 
     def _release(self) -> None:
         if self._listens_as is not None and self._record:
@@ -231,9 +236,6 @@ class Post:
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
-
-    def _say_goodbye(self) -> None:
-        self._uplink.send(Bye())
 
     # Children
 

@@ -54,6 +54,7 @@ from transfer_exec.errors import DeadlineError
 
 __all__ = ["Station", "host_identity"]
 
+_LONGEST_DEADLINE_S = 1e6
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -95,8 +96,10 @@ class Station:
         version: Callable[[], int | None],
     ) -> None:
         _check_rank(group, rank, world_size)
-        if not deadline_s > 0:
-            raise UsageError(f"deadline_s is {deadline_s!r}; expected seconds above zero")
+        if not 0 < deadline_s <= _LONGEST_DEADLINE_S:
+            raise UsageError(
+                f"deadline_s is {deadline_s!r}; expected seconds above zero, at most {_LONGEST_DEADLINE_S:g}"
+            )
         self.worker = f"{group}/{rank}"
         self._group, self._rank, self._world_size = group, rank, world_size
         self._transport, self._version = transport, version

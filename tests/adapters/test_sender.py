@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -225,6 +226,55 @@ def test_a_trainer_loader_that_writes_nothing(tmp_path: Path) -> None:
         check_refused(crew, lambda sender, rank: sender.connect(["a"]), LoaderWroteNothingError, "trainer/1")
 
 
+def test_a_rollout_loader_that_writes_nothing(tmp_path: Path) -> None:
+    got = [rollout(0, 2), Holding(rollout(1, 2).tensors, lambda live, pairs: None)]
+    with Crew(tmp_path, [trainer(0, 1)], {"a": got}) as crew:
+        check_refused(crew, lambda sender, rank: sender.connect(["a"]), LoaderWroteNothingError, "engine/a/1")
+
+
+def test_closing_waits_for_an_update_that_is_under_way(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(r, 2) for r in range(2)]}) as crew:
+        crew.connect()
+        for holding in crew.holdings:
+            holding.fill(1)
+        pending = crew.trainers(lambda sender, rank: sender.send_weights(1))
+        crew.senders[0].close()
+        for outcome in pending:
+            assert outcome.value is not None
+            assert outcome.value.result(10).version == 1
+            assert outcome.value.done()
+        for one in crew.rollouts.values():
+            assert same_bits(one.holding.tensors, one.holding.expected(1))
+
+
+def test_many_updates_leave_nothing_behind(tmp_path: Path) -> None:
+    process = psutil.Process()
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect(buffer_bytes=64)
+        crew.send(1)
+        threads, files, segments = threading.active_count(), process.num_fds(), shared_memory()
+        for version in range(2, 60):
+            crew.send(version)
+            one = crew.rollouts["a/0"]
+            assert same_bits(one.holding.tensors, one.holding.expected(version))
+        assert (threading.active_count(), process.num_fds(), shared_memory()) == (threads, files, segments)
+
+
+def shared_memory() -> set[str]:
+    """Segments of this process."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+
+
+def test_a_forked_child_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr("adapters.control.os.getpid", lambda: 1)
+            with pytest.raises(UsageError, match="used in its forked child 1"):
+                crew.senders[0].send_weights(1)
+        crew.send(1)
+
+
 def test_a_dtype_that_cannot_be_probed(tmp_path: Path) -> None:
     space = CheckpointSpace([TensorSpec("w", (4,), "C64")])
     held = Holding({"w": torch.zeros(4, dtype=torch.complex64)}, lambda live, pairs: None)
@@ -421,6 +471,9 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         make(verify="maybe")
     with pytest.raises(UsageError, match=r"rank 3 of world_size 1"):
         make(rank=3)
+    for deadline_s in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match=r"deadline_s is"):
+            make(deadline_s=deadline_s)
     sender = make()
     try:
         with pytest.raises(UsageError, match=r"version is 'one'"):
