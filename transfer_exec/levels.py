@@ -61,6 +61,7 @@ class LevelProgram:
         self._sums = Triplets()
         self._totals: list[float] = []
         self._detours: list[float] = []
+        self._later = Triplets()
 
     @property
     def columns(self) -> int:
@@ -72,14 +73,20 @@ class LevelProgram:
         for link, count in loads:
             self._constants[link] = self._constants.get(link, 0) + count
 
-    def column(self, loads: Loads, detour: float = 0.0) -> int:
-        """A fraction that puts so many bytes on links if it is one; returns its number."""
+    def column(self, loads: Loads, detour: float = 0.0, *, later: Loads = ()) -> int:
+        """A fraction that puts so many bytes on links if it is one; returns its number.
+
+        ``later`` is what it will probably put on links that this program does not decide; it is shared out like the
+        rest, but no time of such a link is part of the optimum.
+        """
         number = len(self._detours)
         self._detours.append(detour)
         for link, count in loads:
             value = count / (self._speeds[link] * self._unit_s)
             if value:
                 self._loads.add(link, number, value)
+        for link, count in later:
+            self._later.add(link, number, count / (self._speeds[link] * self._unit_s))
         return number
 
     def sum(self, terms: Iterable[tuple[int, float]], total: float) -> None:
@@ -125,7 +132,7 @@ class LevelProgram:
         links, loads, constants = self._rows()
         places = {place: number for number, place in enumerate(sorted({self._groups[link] for link in links}))}
         state = hashlib.blake2b(digest_size=16)
-        for whole in (loads.rows, loads.columns, self._sums.rows, self._sums.columns):
+        for whole in (loads.rows, loads.columns, self._sums.rows, self._sums.columns, self._later.columns):
             state.update(np.array([len(whole), *whole], dtype=np.int64).tobytes())
         for real in (loads.values, self._sums.values, constants, self._totals, self._detours):
             state.update(np.array([len(real), *real], dtype=np.float64).tobytes())
@@ -161,5 +168,19 @@ class LevelProgram:
         for number in kind_of.values():
             caps.add(len(limits), number, 1.0)
             limits.append(optimum * (1 + _SLACK))
+        self._share_out_later(caps, limits, costs)
         found = minimize(costs, loads.extended(caps), limits, self._sums, self._totals)
         return None if found is None else self._fractions(found)
+
+    def _share_out_later(self, caps: Triplets, limits: list[float], costs: list[float]) -> None:
+        """Rows for what is decided later: the longest time of each kind of such links is part of the costs."""
+        links = sorted(set(self._later.rows))
+        kinds = sorted({self._groups[link][0] for link in links})
+        number_of = {kind: len(costs) + number for number, kind in enumerate(kinds)}
+        row_of = {link: len(limits) + number for number, link in enumerate(links)}
+        for link, column, value in zip(self._later.rows, self._later.columns, self._later.values, strict=True):
+            caps.add(row_of[link], column, value)
+        for link, row in row_of.items():
+            caps.add(row, number_of[self._groups[link][0]], -1.0)
+        limits += [0.0] * len(links)
+        costs += [1.0] * len(kinds)

@@ -5,6 +5,9 @@ first program decides what each holder sends, who serves nodes that hold a class
 a class first, with one pooled egress and ingress per node. Then each node's own program divides what the node lets in
 and sends on over its workers. Nodes that look alike share one solution.
 
+Workers that need a class let it in where that costs nothing, so the first program also shares out what they will have to
+send on, as if each node's needers did that alike.
+
 ``optimum_s`` is that of the first program: no division at all is better. The second step reaches it unless local
 links or unequal NICs inside a node stand in the way; the plan's load says so.
 """
@@ -92,7 +95,13 @@ class _OverNodes:
             program.constant((ingress[site.node], demand.bytes) for site in demand.remote)
             sends = {h: program.column([(links.egress[h], demand.bytes)]) for h in demand.holders}
             firsts = {
-                site.node: program.column(forwarding_loads(demand, number, links, egress[site.node]))
+                site.node: program.column(
+                    forwarding_loads(demand, number, links, egress[site.node]),
+                    later=[
+                        (links.egress[needer], (len(demand.remote) - 1) * demand.bytes / len(site.needers))
+                        for needer in site.needers
+                    ],
+                )
                 for number, site in enumerate(demand.remote)
             }
             for group in (sends, firsts):

@@ -90,6 +90,109 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    file: Annotated[Path | None, typer.Argument(help="A deployment file.")] = None,
+    maps: Annotated[Path | None, typer.Option(help="A folder of saved maps instead, <worker>.map.")] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
+    ] = None,
+    buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
+    programs: Annotated[int | None, typer.Option(min=1, help="Compile a sample of this many programs only.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Plan an update without hardware: loads against the bound, rounds, sizes of programs, time and memory."""
+    from adapters.cli.plan_commands import PlanCommandError, run_plan
+
+    try:
+        run_plan(file, maps=maps, topology=topology, buffer_bytes=buffer, sample=programs, as_json=as_json)
+    except PlanCommandError as error:
+        _fail(str(error))
+
+
+@app.command()
+def simulate(
+    file: Annotated[Path | None, typer.Argument(help="A deployment file.")] = None,
+    maps: Annotated[Path | None, typer.Option(help="A folder of saved maps instead, <worker>.map.")] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
+    ] = None,
+    buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Rounds under way at once.")] = None,
+    round_overhead: Annotated[float | None, typer.Option(min=0.0, help="Seconds that a round costs a worker.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Simulate other systems' ways too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Simulate an update: end to end, stall, the link that binds, against the bound and against other ways."""
+    from adapters.cli.plan_commands import PlanCommandError, run_simulate
+
+    try:
+        run_simulate(
+            file,
+            maps=maps,
+            topology=topology,
+            buffer_bytes=buffer,
+            depth=depth,
+            round_overhead_s=round_overhead,
+            compare=compare,
+            as_json=as_json,
+        )
+    except PlanCommandError as error:
+        _fail(str(error))
+
+
+@app.command()
+def inspect(
+    sources: Annotated[list[Path], typer.Argument(help="A checkpoint folder, or saved maps: rank 0, rank 1, ...")],
+    layout: Annotated[Path | None, typer.Option(help="A layout file: what each rank keeps of the checkpoint.")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="A rule without a file, '*.o_proj.weight=row'; again for more.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Which rank of a declared layout to show.")] = 0,
+    degree: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a declared layout; by default the file's.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor and parameter, alike ones too.")] = False,
+    parameter: Annotated[str | None, typer.Option(help="List only parameters that match this pattern.")] = None,
+    formulas: Annotated[bool, typer.Option(help="Also print each parameter as formulas in the rank.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show a checkpoint, a declared layout of it, or saved maps: tensors, copies, coverage, duplicates, formulas."""
+    from adapters.cli.inspect import InspectError, run_inspect
+
+    try:
+        run_inspect(
+            sources,
+            layout=layout,
+            cuts=cut or [],
+            rank=rank,
+            degree=degree,
+            each=every,
+            only=parameter,
+            formulas=formulas,
+            as_json=as_json,
+        )
+    except InspectError as error:
+        _fail(str(error))
+
+
+@app.command()
+def diff(
+    left: Annotated[Path, typer.Argument(help="A saved map.")],
+    right: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Compare two saved maps: parameter, range, what each says. Exits with status 1 if they differ."""
+    from adapters.cli.inspect import InspectError, run_diff
+
+    try:
+        same = run_diff(left, right, as_json=as_json)
+    except InspectError as error:
+        _fail(str(error))
+    if not same:
+        raise typer.Exit(1)
+
+
 def _fail(message: str) -> NoReturn:
     print(message, file=sys.stderr)
     raise typer.Exit(2)
