@@ -63,6 +63,8 @@ class Hub:
         """Send to one connection; why it cannot be reached, or nothing."""
         try:
             self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK, copy=False)
+        except ValueError as error:
+            return str(error)
         except zmq.Again:
             return "it does not read its messages"
         except zmq.ZMQError as error:

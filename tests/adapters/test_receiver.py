@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 import time
 from pathlib import Path
@@ -454,6 +456,56 @@ def test_engines_that_number_their_own_steps(tmp_path: Path) -> None:
             for adapter in adapters:
                 adapter.close()
         assert errors == []
+
+
+def test_ranks_whose_steps_need_each_other_stop_at_one_step(tmp_path: Path) -> None:
+    """An engine in lockstep: whoever waits in an update while another waits in a step would block both for good."""
+    ranks = 3
+    step_barrier = threading.Barrier(ranks)
+    last_step: list[int] = []
+    installed: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(ranks)}
+    errors: list[Exception] = []
+
+    def run(rank: int, adapter: ReceiverAdapter) -> None:
+        made = random.Random(rank)
+        try:
+            for step in itertools.count():
+                update = adapter.poll_requests()
+                if update is not None:
+                    installed[rank].append((update.version, step))
+                time.sleep(made.random() * 0.003)
+                step_barrier.wait(20)
+                time.sleep(made.random() * 0.003)
+                if last_step and step >= last_step[0]:
+                    return
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+            step_barrier.abort()
+
+    with Crew(tmp_path, [trainer(0, 1)], {}) as crew:
+        adapters = [
+            ReceiverAdapter(
+                held.load_weights, held.parameters, SPACE, engine="a", rank=rank, world_size=ranks, rendezvous=tmp_path
+            )
+            for rank, held in enumerate(rollout(r, 3) for r in range(ranks))
+        ]
+        threads = [threading.Thread(target=run, args=(rank, adapter)) for rank, adapter in enumerate(adapters)]
+        for thread in threads:
+            thread.start()
+        try:
+            crew.senders[0].connect(["a"])
+            for version in range(1, 16):
+                crew.send(version)
+        finally:
+            # Ranks are at most a step apart, so all of them hear of it before they are there.
+            last_step.append(adapters[0]._session.counter + 5)
+            for thread in threads:
+                thread.join(30)
+            for adapter in adapters:
+                adapter.close()
+    assert errors == []
+    assert installed[0] == installed[1] == installed[2]
+    assert [version for version, _ in installed[0]] == list(range(1, 16))
 
 
 def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
