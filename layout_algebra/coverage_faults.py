@@ -152,8 +152,8 @@ class Expectation:
         bad: npt.NDArray[np.bool_] = (self.times != 0) & (self.times != held) & ~((self.times == -1) & (held > 0))
         return bad
 
-    def faults(self, holdings: Sequence[Holding], *, degree: int) -> tuple[Fault, ...]:
-        """Ranges that are wrong when rank k holds ``holdings[k]``, by tensor, at most 16."""
+    def faults(self, holdings: Sequence[Holding], *, degree: int, most: int = MOST_FAULTS) -> tuple[Fault, ...]:
+        """Ranges that are wrong when rank k holds ``holdings[k]``, by tensor, at most ``most``."""
         total = self.space.total_elements
         if not total:
             return ()
@@ -171,7 +171,7 @@ class Expectation:
                 ranks = tuple(np.flatnonzero(cover).tolist())
                 stretches += [(start, stop, ranks) for start, stop in self._wrong_spans(cell.runs, len(ranks))]
         faults = [fault for start, stop, ranks in stretches for fault in self._of_tensors(start, stop, ranks, degree)]
-        return tuple(sorted(faults, key=lambda fault: (self.space.position(fault.tensor), fault.start))[:MOST_FAULTS])
+        return tuple(sorted(faults, key=lambda fault: (self.space.position(fault.tensor), fault.start))[:most])
 
     def _wrong_spans(self, runs: IdArray, held: int) -> Iterator[tuple[int, int]]:
         """Stretches of a cell's runs that touch a tensor for which that is wrong."""
