@@ -188,6 +188,17 @@ def test_passes_that_disagree_leave_no_copy() -> None:
     assert len(found.constants) == 0
 
 
+@pytest.mark.parametrize("total", [1, 7, 11, 12, 13, 19, 20])
+def test_runs_end_at_the_last_id(total: int) -> None:
+    """Numbers past N lie on the runs' own lines, at either end, along rows and down columns."""
+    passes = plan_passes(FLOAT_CODES, total)
+    up = np.arange(1, 25).reshape(4, 6)
+    for ids in (up, up.T, up[::-1], up[:, ::-1], up.T[::-1], up.reshape(1, 24), up[::-1, :1]):
+        found = recovered([memory_of(ids, one) for one in passes], passes, ids.shape, total)
+        wanted = rectangles_of_ids(np.where(ids <= total, ids, 0))
+        assert found.copies.rows.tolist() == wanted.rows.tolist()
+
+
 def test_numbers_past_the_last_id_do_not_move_cuts() -> None:
     """Two columns with steps of their own beside a column of garbage that changes from row to row."""
     rows = np.arange(12)
