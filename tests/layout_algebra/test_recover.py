@@ -36,7 +36,7 @@ Words = npt.NDArray[np.uint16]
 def memory_of(ids: Ids, one: Pass) -> Words:
     """What a loader leaves that copies these ids into memory filled with NaN."""
     table = FLOAT_CODES.table("BF16", one).astype(np.uint16)
-    return np.where(ids > 0, table[ids % one.modulus], NAN)
+    return np.ascontiguousarray(np.where(ids > 0, table[ids % one.modulus], NAN))
 
 
 def recovered(memories: Sequence[Words], passes: Sequence[Pass], shape: tuple[int, ...], total: int) -> Recovery:
