@@ -47,10 +47,10 @@ def fill_periodic(out: Bits, table: Bits, phase: int) -> None:
 @kernel
 def _differ(left: Bits, right: Bits) -> bool:
     """Whether two arrays of one length differ anywhere, without a branch an element."""
-    wrong = left[:1] ^ left[:1]
+    wrong = left.dtype.type(0)
     for index in range(len(left)):
-        wrong[0] |= left[index] ^ right[index]
-    return bool(wrong[0] != 0)
+        wrong = left.dtype.type(wrong | (left[index] ^ right[index]))
+    return bool(wrong != 0)
 
 
 @kernel

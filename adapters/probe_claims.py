@@ -18,7 +18,26 @@ from layout_algebra.diff2 import Chunk, Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.recover import constant_ids, recover
 from layout_algebra.residues import Codebook, Pass
-from layout_algebra.space import CheckpointSpace
+from layout_algebra.slice_copy import CopyTable
+
+
+class Codes:
+    """The codes of one probe, and which ids an element seems to hold when it holds one code in every pass."""
+
+    def __init__(self, codebook: Codebook, passes: Sequence[Pass], total_elements: int) -> None:
+        self.codebook = codebook
+        self.passes = tuple(passes)
+        self.total_elements = total_elements
+        numbers = constant_ids(passes)
+        self._code_of = np.argsort(numbers)
+        self._ids = numbers[self._code_of]
+
+    def as_constant(self, copies: CopyTable) -> IdArray:
+        """For every copy that may as well be a constant the number of its code, else -1."""
+        at = np.minimum(np.searchsorted(self._ids, copies.source_starts), len(self._ids) - 1)
+        steady = np.all(copies.source_strides == 0, axis=1) & (self._ids[at] == copies.source_starts)
+        out: IdArray = np.where(steady, self._code_of[at], -1)
+        return out
 
 
 def claims_of_values(one: LiveTensor, live: Bits, kept: Bits) -> Claims:
@@ -31,28 +50,22 @@ def claims_of_codes(
     live: Bits,
     kept: Bits,
     diffs: Sequence[Diff2],
-    codebook: Codebook,
-    passes: Sequence[Pass],
-    space: CheckpointSpace,
+    codes: Codes,
 ) -> Claims:
     """Claims of a tensor that can hold codes, after the last code pass."""
-    recovery = recover(diffs, passes, one.shape, space.total_elements)
+    recovery = recover(diffs, codes.passes, one.shape, codes.total_elements)
     copies = lift(recovery.copies)
-    numbers = constant_ids(passes)
-    order = np.argsort(numbers)
-    at = np.minimum(np.searchsorted(numbers[order], copies.source_starts), len(order) - 1)
-    steady = np.all(copies.source_strides == 0, axis=1) & (numbers[order][at] == copies.source_starts)
     return steady_claims(
         live,
         kept,
         one.shape,
         one.dtype,
         copies=copies,
-        as_constant=np.where(steady, order[at], -1),
+        as_constant=codes.as_constant(copies),
         constants=recovery.constants,
         varying=varying_elements(diffs),
-        code_bits=as_bits(codebook.bits(one.dtype)),
-        past_end=codebook.bits(one.dtype, passes[-1].modulus)[1:].astype(np.uint64),
+        code_bits=as_bits(codes.codebook.bits(one.dtype)),
+        past_end=codes.codebook.bits(one.dtype, codes.passes[-1].modulus)[1:].astype(np.uint64),
     )
 
 
@@ -63,6 +76,8 @@ def varying_elements(diffs: Sequence[Diff2]) -> IdArray:
 
 
 def _varying_in(chunks: Sequence[Chunk]) -> IdArray:
+    if not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks):
+        return np.empty((0, 2), dtype=np.int64)
     runs = [chunk.outside() for chunk in chunks]
     if all(np.array_equal(runs[0], other) for other in runs[1:]):
         return np.empty((0, 2), dtype=np.int64)

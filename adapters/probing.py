@@ -23,7 +23,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from adapters.probe_claims import claims_of_codes, claims_of_values
+from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
 from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import LiveTensor, Parameters, live_tensors
@@ -183,13 +183,11 @@ def _read_codes(
             diffs.setdefault(name, []).append(diff)
         claims.update(steady)
     worker.tell("joining passes")
-
-    def join(one: LiveTensor) -> Claims:
-        kept = worker.keeper.kept(one.name)
-        return claims_of_codes(one, one.bits(), kept, diffs.pop(one.name), codebook, passes, worker.space)
-
-    coded = [one for one in worker.live if one.name in diffs]
-    claims.update(zip((one.name for one in coded), worker.executor.map(join, coded), strict=True))
+    codes = Codes(codebook, passes, worker.space.total_elements)
+    for one in worker.live:
+        if one.name in diffs:
+            kept = worker.keeper.kept(one.name)
+            claims[one.name] = claims_of_codes(one, one.bits(), kept, diffs.pop(one.name), codes)
     return claims
 
 

@@ -19,6 +19,9 @@ Bits = npt.NDArray[np.unsignedinteger]
 BLOCK = 2048
 """Elements that are tested at once."""
 
+LONG_BLOCK = 1 << 14
+"""Elements that are tested at once while nothing is found."""
+
 
 @kernel
 def decode(bits: Bits, base: int, shift: int, out: Words) -> None:
@@ -58,6 +61,25 @@ def bend_rows(
         some = np.uint16(some | bend)
         least = min(least, number0)
         most = max(most, number0)
+    return some, least, most
+
+
+@kernel
+def quiet_rows(here: Words, above: Words, higher: Words, modulus: np.uint16) -> tuple[np.uint16, np.uint16, np.uint16]:
+    """Like ``bend_rows`` where all three rows hold codes, without their base; the least and greatest word here.
+
+    The or is 0 exactly when all second differences are: of codes they lie between ``-2 * modulus`` and
+    ``2 * modulus``. Half the work of ``bend_rows``.
+    """
+    some, least, most = np.uint16(0), np.uint16(65535), np.uint16(0)
+    for k in range(len(here)):
+        bend = np.uint16(np.uint16(here[k] + higher[k]) - np.uint16(above[k] + above[k]))
+        bend = np.uint16(bend + modulus)
+        bend = min(bend, np.uint16(bend - modulus))
+        bend = min(bend, np.uint16(bend - modulus))
+        some = np.uint16(some | bend)
+        least = min(least, here[k])
+        most = max(most, here[k])
     return some, least, most
 
 
@@ -161,7 +183,23 @@ def scan(
                 start - back, width, zero_base, top, bends[2 - back : 3 - back],
             )  # fmt: skip
     index = start
+    coded_from, reach = start, LONG_BLOCK
     while index < stop:
+        if reach > 0 and index - 2 * width >= coded_from and bends[0] == 0 and bends[1] == 0:
+            end = min(stop, index + reach)
+            some, least, most = quiet_rows(
+                here[index - here_start : end - here_start],
+                above[index - width - above_start : end - width - above_start],
+                higher[index - 2 * width - higher_start : end - 2 * width - higher_start],
+                top,
+            )
+            if some == 0 and least >= zero_base and most - zero_base < top:
+                index = end
+                reach = min(2 * reach, LONG_BLOCK)
+                continue
+            reach = 0
+        else:
+            reach = BLOCK
         end = min(stop, index + BLOCK)
         if index < width:
             end = min(end, width)
@@ -179,6 +217,8 @@ def scan(
                 row_above = above[index - width - above_start : end - width - above_start]
             some, least, most = bend_first_rows(row_here, row_above, count, zero_base, top, bends[2:])
 
+        if most >= top:
+            coded_from = end
         if most >= top and span_count >= 0:
             k = 0
             while k < count:
