@@ -212,17 +212,17 @@ def run_rounds(
             for worker in range(workers):
                 if timer[slot, worker] > now:
                     upcoming = min(upcoming, timer[slot, worker])
-        later = min(now + wait, upcoming) + grain_s
-        if later == np.inf:
+        if wait == np.inf and upcoming == np.inf:
             return np.full((rounds, workers), np.nan)
-        wait = later - now
-        now = later
+        # Arrivals are told by the step that was chosen for them, since the clock may be too coarse to show it.
+        step = min(wait, upcoming - now) + grain_s
+        now = upcoming if grain_s == 0.0 and upcoming - now <= wait else now + step
         kept = 0
         for position in range(count):
             entry = active[position]
             slot, flow = entry // flows, entry % flows
-            rest = 0.0 if rates[position] == np.inf else left[position] - rates[position] * wait
-            if rest <= 1e-12 * size[flow]:
+            moved = rates[position] * step
+            if rates[position] == np.inf or left[position] <= moved * (1.0 + 1e-9):
                 stage = 0
                 while out_starts[source[flow] * stages + stage + 1] <= flow:
                     stage += 1
@@ -230,7 +230,7 @@ def run_rounds(
                 to_come[slot, target[flow], stage] -= 1
             else:
                 active[kept] = entry
-                left[kept] = rest
+                left[kept] = left[position] - moved
                 kept += 1
         count = kept
     return done_s
