@@ -11,7 +11,7 @@ demo: install
 	$(BIN)/transload demo
 
 test: check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: install
 	$(BIN)/ruff format --check .
