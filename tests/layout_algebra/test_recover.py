@@ -126,6 +126,12 @@ def test_a_lone_element_joins_the_longer_run_that_follows() -> None:
     assert rectangles(rows) == ["0+(4:1) <- 400+(4:1)", "4+(3:4,4:1) <- 10+(3:10,4:1)"]
 
 
+def test_steps_that_differ_along_a_row_make_the_fewer_pieces() -> None:
+    product = (1 + np.arange(3))[:, None] * (1 + np.arange(5))
+    assert rectangles(product) == ["0+(5:1) <- 1+(5:1)", "5+(5:1) <- 2+(5:2)", "10+(5:1) <- 3+(5:3)"]
+    assert rectangles(product.T) == ["0+(5:3) <- 1+(5:1)", "1+(5:3) <- 2+(5:2)", "2+(5:3) <- 3+(5:3)"]
+
+
 def test_holes_split_a_run_they_lie_on() -> None:
     assert rectangles([3, 2, 1, 0]) == ["0+(3:1) <- 3+(3:-1)"]
     assert rectangles([2, 4, -1, 8, 10]) == ["0+(2:1) <- 2+(2:2)", "3+(2:1) <- 8+(2:2)"]
