@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import GiveMap, MapGiven, Probe, Probed, Result, Stay
-from adapters.failures import UsageError
+from adapters.failures import UsageError, raise_failure
 from adapters.fleet import Engine, Fleet, compile_bindings, incarnations, is_complete
 from adapters.messages import ConnectIntent, Roster
 from adapters.planning import Connection, group_of
@@ -49,7 +49,10 @@ def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topolog
         steps.run(dict.fromkeys(groups, STOP))
     with _timed(seconds, "probe"):
         probe: dict[str, Say] = {group: (Probe(),) for group in (TRAINERS, *listed)}
-        probed = steps.run({**probe, **{group: (Stay(),) for group in kept}})
+        probed, failures = steps.run_each({**probe, **{group: (Stay(),) for group in kept}}, cancel=True)
+        if failures:
+            # Everybody has its own bits again by now.
+            raise_failure(min(failures.values(), key=lambda failure: failure.echo))
     with _timed(seconds, "fetch maps"):
         digests = {group: _digests(probed[group]) for group in (TRAINERS, *listed)}
         digests |= {group: fleet.engines[group].digests for group in kept}

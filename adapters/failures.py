@@ -22,10 +22,8 @@ A `Failure` carries an error over the wire: the name of its class, the worker it
 receiving side raises the class of that name from a fixed table; nothing is unpickled.
 
 >>> failure = failure_of(VersionError("version 3 is not newer than 3"), "engine/a/0")
->>> raise_failure(failure)
-Traceback (most recent call last):
-...
-adapters.failures.VersionError: engine/a/0: version 3 is not newer than 3
+>>> error_of(failure)
+VersionError('engine/a/0: version 3 is not newer than 3')
 """
 
 from __future__ import annotations

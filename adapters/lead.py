@@ -10,14 +10,14 @@ arrives changes its state and may make it say something. One transaction is open
     up                       Gathered(step 0)            Gathered(step 1: all results, or the first failure)
 
 A failure goes up at once, without waiting for the other ranks; so does a rank that is lost, and a deadline that passes,
-whose message names the ranks that did not answer.
+whose message names the ranks that did not answer. Only a probe that failed is first given up by all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from adapters.duty_messages import Assess, Duty, Install, Prepare, Publish, Result, Transfer
+from adapters.duty_messages import Assess, Duty, Install, Prepare, Probe, Publish, Result, Transfer
 from adapters.failures import Failure, LostWorkerError
 from adapters.messages import (
     LEFT,
@@ -47,7 +47,7 @@ from transfer_exec.errors import DeadlineError
 __all__ = ["GroupLead"]
 
 _PATIENCE_MARGIN_S = 5.0
-_ECHO_S = 3.0
+_LAST_WORDS_S = 8.0
 
 
 class GroupLead:
@@ -91,7 +91,7 @@ class GroupLead:
         self._deadline = 0.0
         self._deadline_s = 0.0
         self._early_failure: Failure | None = None
-        self._echo: Failure | None = None
+        self._held: Failure | None = None
         self._results: dict[str, Result | None] = {}
         self._agreements: dict[int, dict[str, int]] = {}
 
@@ -163,13 +163,12 @@ class GroupLead:
                         self._propose(reply)
                     elif isinstance(reply, Commit):
                         self._commit(reply)
-            case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step in (LEFT, self._step):
-                if failure.echo:
-                    self._hold(failure)
-                else:
-                    self._fail(failure)
-            case Answer(txn, step, result, None) if txn == self._txn and step == self._step and step > 0:
+            case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step == LEFT:
+                self._fail(failure)
+            case Answer(txn, step, result, failure) if txn == self._txn and step == self._step and step > 0:
                 self._results[worker] = result
+                if failure is not None:
+                    self._note_failure(failure)
                 self._gather()
             case AgreeValue(txn, number, value) if txn == self._txn:
                 self._agree(worker, number, value)
@@ -180,8 +179,8 @@ class GroupLead:
         """Fail the open step if its time is over."""
         if self._step is None or self._clock() < self._deadline:
             return
-        if self._echo is not None:
-            self._fail(self._echo)
+        if self._held is not None:
+            self._fail(self._held)
             return
         late = self._polls.waiting_for if self._step == 0 else [r for r in self._ranks if r not in self._results]
         text = f"{self._phase()}: no answer from {', '.join(late)} within {self._deadline_s:g} s"
@@ -198,7 +197,7 @@ class GroupLead:
         self._txn, self._step, self._duty = txn, step, duty
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
         self._results = {}
-        self._echo = None
+        self._held = None
 
     def _can_begin(self) -> bool:
         """Whether every rank is there and still takes part; otherwise the step has failed."""
@@ -221,17 +220,26 @@ class GroupLead:
         self._gather()
 
     def _gather(self) -> None:
-        assert self._step is not None
-        if len(self._results) == len(self._ranks):
+        if self._step is None or len(self._results) < len(self._ranks):
+            return
+        if self._held is not None:
+            self._fail(self._held)
+        else:
             step, self._step = self._step, None
             results = tuple(self._results[rank] for rank in self._ranks)
             self._to_conductor(Gathered(self._group, self._txn, step, results, None))
 
-    def _hold(self, failure: Failure) -> None:
-        """Give the rank that an echo speaks of a moment to say what happened."""
-        if self._step is not None and self._echo is None:
-            self._echo = failure
-            self._deadline = min(self._deadline, self._clock() + _ECHO_S)
+    def _note_failure(self, failure: Failure) -> None:
+        """Send a failure up: at once, but for a probe when every rank has its own bits again, or shortly after."""
+        if not isinstance(self._duty, Probe):
+            self._fail(failure)
+            return
+        if self._held is None:
+            self._deadline = min(self._deadline, self._clock() + _LAST_WORDS_S)
+            for rank in self._ranks:
+                self._to_rank(rank, Cancel(self._txn, failure))
+        if self._held is None or self._held.echo:
+            self._held = failure
 
     def _fail(self, failure: Failure) -> None:
         if self._step is None:

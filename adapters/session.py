@@ -218,9 +218,11 @@ class Session:
         stop_at = time.monotonic() + self._patience_s
         with self._changed:
             while number not in self._agreed:
-                if txn in self._ends:
-                    end = self._ends[txn]
-                    raise_failure(end.failure or Failure(LostWorkerError.__name__, self._worker, "the probe was ended"))
+                end = self._ends.get(txn)
+                failure = self._cancelled if end is None else end.failure
+                if end is not None or failure is not None:
+                    gone = Failure(LostWorkerError.__name__, self._worker, "the probe was ended")
+                    raise_failure(failure or gone)
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
                     raise DeadlineError(f"{self._worker}: the other ranks did not agree on a number of loads in time")
             return self._agreed[number]
@@ -258,9 +260,9 @@ class Session:
                 case Agreed(txn, number, value) if txn == self._txn:
                     self._agreed[number] = value
                 case Cancel(txn, failure) if txn == self._txn:
+                    self._cancelled = failure
                     if self._on_cancel is not None:
                         self._on_cancel(str(failure))
-                    self._cancelled = failure
                 case End(txn=txn) if txn >= self._txn and txn not in self._ends:
                     self._begin(txn)
                     self._finish(message)

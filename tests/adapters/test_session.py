@@ -28,6 +28,7 @@ from adapters.messages import (
     ToRank,
 )
 from adapters.session import Session
+from layout_algebra.errors import LoaderRaisedError
 from tests.adapters.crew import wait_for
 from transfer_exec.errors import DeadlineError
 
@@ -166,6 +167,43 @@ def test_a_failure_goes_up_at_once_and_the_end_frees_everybody(trio: Polling) ->
     assert failure == Failure("VersionError", "engine/a/1", "not newer")
     group.say(End(5, failure))
     wait_for(lambda: trio.outcomes == dict.fromkeys(group.names, End(5, failure)))
+
+
+def test_a_probe_that_failed_is_told_when_all_ranks_have_given_up(trio: Polling) -> None:
+    group = trio.group
+    restored: list[str] = []
+
+    def probe(name: str, duty: Duty) -> Result:
+        if not isinstance(duty, Probe):
+            return DONE
+        if name == "engine/a/2":
+            raise LoaderRaisedError("load_weights raised: KeyError('x')")
+        try:
+            group.sessions[name].agree(0)  # the rank that failed will never ask
+        finally:
+            time.sleep(0.05)
+            restored.append(name)
+        return DONE
+
+    trio._perform = probe  # type: ignore[method-assign]
+    group.stop(5)
+    group.say(Relay(5, 2, 10.0, (Probe(),)))
+    assert group.wait(3).failure == Failure("LoaderRaisedError", "engine/a/2", "load_weights raised: KeyError('x')")
+    assert sorted(restored) == ["engine/a/0", "engine/a/1"]
+    group.say(End(5, None))
+
+
+def test_an_error_that_says_why_is_preferred_to_one_that_points_to_it(trio: Polling) -> None:
+    group = trio.group
+    for name in group.names[:2]:
+        trio.fail[name] = LoaderRaisedError("load_weights raised: on another rank")
+    trio.fail["engine/a/2"] = LoaderRaisedError("load_weights raised: KeyError('x')")
+    group.stop(5)
+    group.say(Relay(5, 2, 10.0, (Probe(),)))
+    failure = group.wait(3).failure
+    assert failure is not None
+    assert (failure.worker, failure.echo) == ("engine/a/2", False)
+    group.say(End(5, failure))
 
 
 def test_the_next_transaction_is_served_like_the_first(trio: Polling) -> None:
