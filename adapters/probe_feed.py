@@ -186,7 +186,7 @@ class _Bank:
         spec = self._space.specs[position]
         elements, shape = self._sizes[position], spec.shape
         if not elements:
-            return torch.empty(shape, dtype=torch_dtype(spec.dtype))
+            return torch.empty(shape, dtype=torch_dtype(spec.dtype), device="cpu")
         buffer = self._buffers[spec.dtype]
         if private:
             bits = np.empty(elements, dtype=buffer.dtype)

@@ -103,9 +103,9 @@ class Claims:
     Attributes
     ----------
     copies
-        Affine pieces of ids, or constants where every source stride is 0 and ``as_constant`` is a code's number.
+        Affine pieces of ids in canonical form.
     as_constant
-        One entry a copy: that number, or -1.
+        One entry a copy: the number of the code that it may hold as a constant instead, or -1.
     constants
         Pieces that held one code in every pass; the source start is the code's number.
     runs, values
@@ -178,7 +178,7 @@ class Claims:
     def settle(self) -> ParameterMap:
         """The parameter's map: copies that agreed, opaque elements, and nothing said of the rest."""
         if not self.refuted and not self._bad_copies.any():
-            return ParameterMap(self.shape, self.dtype, lift(self.copies), RunTable.empty())
+            return ParameterMap(self.shape, self.dtype, self.copies, RunTable.empty())
         good = self._bad_copies == 0
         lost = (self._bad_copies & self._not_constant).astype(bool)
         mask = self.opaque

@@ -124,7 +124,7 @@ def bits_view(tensor: torch.Tensor) -> Bits:
 def tensor_of_bits(bits: Bits, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over a contiguous array of bits, without a copy; its storage is exactly that array."""
     if not math.prod(shape):
-        return torch.empty(shape, dtype=torch_dtype(dtype))
+        return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     item = bits.dtype.itemsize
     whole = torch.from_numpy(bits.view(np.dtype(f"<i{item}") if item > 1 else np.dtype("u1")))
     return whole.view(torch_dtype(dtype)).view(shape)

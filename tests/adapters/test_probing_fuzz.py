@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.fakes import Live, Worker, ids_by_running, noisy
 
@@ -115,8 +116,10 @@ def test_random_movers(seed: int) -> None:
         if not any((ids > 0).any() for ids in truth.values()):
             continue
         found = worker.probe(space)
+        plain = SourceMap.from_ids(space, truth, {name: found.dtype(name) for name in truth})
         for name, ids in truth.items():
             assert (found.ids(name) == ids).all(), name
+            assert found.slice_copies(name) == plain.slice_copies(name), "not in canonical form"
 
 
 @pytest.mark.parametrize("seed", range(LOADERS // 10))
