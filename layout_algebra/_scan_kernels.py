@@ -19,7 +19,7 @@ Bits = npt.NDArray[np.unsignedinteger]
 BLOCK = 2048
 """Elements that are tested at once."""
 
-LONG_BLOCK = 1 << 14
+LONG_BLOCK = 1 << 12
 """Elements that are tested at once while nothing is found."""
 
 
@@ -81,6 +81,15 @@ def quiet_rows(here: Words, above: Words, higher: Words, modulus: np.uint16) -> 
         least = min(least, here[k])
         most = max(most, here[k])
     return some, least, most
+
+
+@kernel
+def differ(left: Words, right: Words) -> bool:
+    """Whether two arrays differ, told without a branch an element."""
+    some = np.uint16(0)
+    for k in range(len(left)):
+        some = np.uint16(some | (left[k] ^ right[k]))
+    return bool(some != 0)
 
 
 @kernel
@@ -152,14 +161,15 @@ def longer(array: Ints, count: int) -> Ints:
 @kernel
 def scan(
     here: Words, here_start: int, above: Words, above_start: int, higher: Words, higher_start: int,
-    start: int, stop: int, width: int, base: int, modulus: int, inverse: int,
+    start: int, stop: int, width: int, base: int, modulus: int, inverse: int, line: Words,
     most_entries: int, most_spans: int, dense: Words,
 ) -> tuple[Ints, int, Ints, int]:  # fmt: skip
     """Second differences of the flat elements ``start .. stop - 1`` of a matrix, and where they hold no code.
 
     The element at flat index i is ``here[i - here_start]``, the one above it ``above[i - width - above_start]``, the
     one above that ``higher[i - 2 * width - higher_start]``; the three may be one array. A number is a code if
-    ``number - base < modulus``.
+    ``number - base < modulus``. ``line`` is what consecutive ids from 0 on look like here, ``modulus + LONG_BLOCK``
+    of them: comparing with it is the fastest way past a long run of ids.
 
     Returns
     -------
@@ -184,7 +194,29 @@ def scan(
             )  # fmt: skip
     index = start
     coded_from, reach = start, LONG_BLOCK
+    # Elements from line_from on are consecutive ids without a break; breaks make the next tries rarer.
+    line_from, skip, skips = start, 0, 0
     while index < stop:
+        on_line = False
+        if skip > 0:
+            skip -= 1
+        else:
+            end = min(stop, index + LONG_BLOCK)
+            anchor = index - 1 if index > line_from else index
+            number = np.int64(here[anchor - here_start]) - base
+            if 0 <= number < modulus:
+                number = number * inverse % modulus + 1
+                on_line = not differ(
+                    here[anchor + 1 - here_start : end - here_start], line[number : number + end - anchor - 1]
+                )
+            if on_line:
+                skips = 0
+                if index - 2 * width >= line_from and bends[0] == 0 and bends[1] == 0:
+                    index = end
+                    continue
+            else:
+                skips = min(2 * skips + 1, 63)
+                skip = skips
         if reach > 0 and index - 2 * width >= coded_from and bends[0] == 0 and bends[1] == 0:
             end = min(stop, index + reach)
             some, least, most = quiet_rows(
@@ -196,6 +228,8 @@ def scan(
             if some == 0 and least >= zero_base and most - zero_base < top:
                 index = end
                 reach = min(2 * reach, LONG_BLOCK)
+                if not on_line:
+                    line_from = end
                 continue
             reach = 0
         else:
@@ -277,6 +311,8 @@ def scan(
         bends[0] = bends[count]
         bends[1] = bends[count + 1]
         index = end
+        if not on_line:
+            line_from = end
     return entries, entry_count, spans, span_count
 
 

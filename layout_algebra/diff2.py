@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._scan_kernels import decode, equal_runs, scan
+from layout_algebra._scan_kernels import LONG_BLOCK, decode, equal_runs, scan
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import ProbeError
 from layout_algebra.residues import Decoding, Pass
@@ -206,8 +206,11 @@ def encode(
     rows, width = view_of(shape)
     bits = _bits_of(memory, rows * width, decoding, name)
 
+    numbers = np.resize(of_pass.order(), of_pass.modulus + LONG_BLOCK)
+    line = (numbers + (decoding.base if _in_place(decoding) else 0)).astype(np.uint16)
+
     def read(stretch: tuple[int, int]) -> Chunk:
-        return _read_chunk(bits, stretch[0], stretch[1], width, decoding, of_pass)
+        return _read_chunk(bits, stretch[0], stretch[1], width, decoding, of_pass, line)
 
     chunks: list[Chunk] = []
     kept_bytes = 0
@@ -249,17 +252,23 @@ def _stretches(rows: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_chunk(
-    bits: npt.NDArray[np.unsignedinteger], start: int, stop: int, width: int, decoding: Decoding, of_pass: Pass
+    bits: npt.NDArray[np.unsignedinteger],
+    start: int,
+    stop: int,
+    width: int,
+    decoding: Decoding,
+    of_pass: Pass,
+    line: npt.NDArray[np.uint16],
 ) -> Chunk:
     size = stop - start
     windows, base = _windows(bits, start, stop, width, decoding)
     bounds = start, stop, width, base, of_pass.modulus, of_pass.inverse
-    most_spans = size * bits.itemsize // _SPAN_BYTES + 1
+    most_entries, most_spans = size * 2 // _LISTED_BYTES + 64, size * bits.itemsize // _SPAN_BYTES + 1
     dense = _NOTHING
-    entries, count, spans, span_count = scan(*windows, *bounds, size * 2 // _LISTED_BYTES + 64, most_spans, dense)
+    entries, count, spans, span_count = scan(*windows, *bounds, line, most_entries, most_spans, dense)
     if count < 0:
         dense = np.zeros(size, dtype=np.uint16)
-        entries, count, spans, span_count = scan(*windows, *bounds, 0, most_spans, dense)
+        entries, count, spans, span_count = scan(*windows, *bounds, line, 0, most_spans, dense)
     places = (entries[:count] >> 16).astype(np.uint32)
     values = dense if len(dense) else (entries[:count] & 0xFFFF).astype(np.uint16)
     kept = np.empty(0, dtype=bits.dtype)
@@ -275,6 +284,11 @@ def _read_chunk(
     return Chunk(start, stop, places, values, table, kept, decoding, of_pass.modulus)
 
 
+def _in_place(decoding: Decoding) -> bool:
+    """Whether code numbers are the elements' bits themselves, less a base."""
+    return decoding.shift == 0 and decoding.storage.itemsize == 2
+
+
 def _windows(
     bits: npt.NDArray[np.unsignedinteger], start: int, stop: int, width: int, decoding: Decoding
 ) -> tuple[tuple[npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int], int]:
@@ -282,7 +296,7 @@ def _windows(
 
     Bfloat16 is read in place, less its base; other dtypes are decoded into buffers of about the chunk's size.
     """
-    if decoding.shift == 0 and bits.itemsize == 2:
+    if _in_place(decoding):
         return (bits, 0, bits, 0, bits, 0), decoding.base
 
     def decoded(first: int, last: int) -> npt.NDArray[np.uint16]:

@@ -125,6 +125,28 @@ def test_irregular_bits_without_a_code_are_kept_whole() -> None:
     assert found.chunks[0].is_outside().tolist() == (ids == 0).reshape(-1).tolist()
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_breaks_anywhere_in_long_runs_are_seen(seed: int, dtype: str) -> None:
+    """Runs of consecutive ids are passed by comparing; a break of any kind, however near to the last, ends that."""
+    random = np.random.default_rng(seed)
+    width = int(random.choice([1, 2, 3, 17, 64, 1000, 2500]))
+    ids = np.arange(1, 30 * 2500 // width * width + 1)
+    for _ in range(int(random.integers(0, 12))):
+        at = int(random.integers(0, len(ids)))
+        kind = int(random.integers(4))
+        if kind == 0:
+            ids[at:] += int(random.choice([1, -1, 1919, 1917, 7919]))
+        elif kind == 1:
+            ids[at] = int(random.integers(0, 10**6))
+        elif kind == 2:
+            ids[at : at + int(random.integers(1, 5000))] = 0
+        else:
+            part = ids[at : at + int(random.integers(1, 5000))]
+            part[:] = part[::-1].copy()
+    check(np.abs(ids).reshape(-1, width), dtype, PASSES[seed % 3])
+
+
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff2, "CHUNK_ELEMENTS", 64)
     ids = np.arange(1, 3001).reshape(60, 50)
