@@ -137,7 +137,8 @@ class Feeder:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every checkpoint tensor of the prepared load, in the order of the space."""
         for position, (name, choice) in enumerate(zip(self._space.names, self._choice, strict=True)):
-            yield name, self._banks[choice].tensor(position, private=self._private)
+            bank = self._banks[choice]
+            yield name, bank.copy(position) if self._private else bank.slice(position)
 
     def damaged(self) -> bool:
         """Whether somebody wrote into the buffers since ``prepare``."""
@@ -157,8 +158,11 @@ class _Bank:
         self._space = space
         self._executor = executor
         self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
-        self._dtypes = {dtype: torch_dtype(dtype) for dtype in lengths}
-        self._sizes: list[int] = np.diff(space.starts).tolist()
+        nothing = _aligned(0, 1)
+        self._tensors = [
+            (self._buffers.get(spec.dtype, nothing), torch_dtype(spec.dtype), spec.elements, spec.shape)
+            for spec in space.specs
+        ]
         self._pattern = Pattern({})
         self._offsets: list[int] = [0] * len(space)
         self._parts: list[tuple[Bits, Bits, int]] = []
@@ -182,18 +186,21 @@ class _Bank:
     def holds(self, address: int) -> bool:
         return any(b.ctypes.data <= address < b.ctypes.data + b.nbytes for b in self._buffers.values())
 
-    def tensor(self, position: int, *, private: bool) -> torch.Tensor:
-        spec = self._space.specs[position]
-        elements, shape = self._sizes[position], spec.shape
+    def slice(self, position: int) -> torch.Tensor:
+        """A checkpoint tensor in the buffer."""
+        buffer, dtype, elements, shape = self._tensors[position]
         if not elements:
-            return torch.empty(shape, dtype=torch_dtype(spec.dtype), device="cpu")
-        buffer = self._buffers[spec.dtype]
-        if private:
-            bits = np.empty(elements, dtype=buffer.dtype)
-            fill_periodic(bits, self._pattern.tables[spec.dtype], int(self._space.starts[position]))
-            return tensor_of_bits(bits, spec.dtype, shape)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         start = self._offsets[position] * buffer.itemsize
-        return torch.frombuffer(buffer, dtype=self._dtypes[spec.dtype], count=elements, offset=start).view(shape)
+        return torch.frombuffer(buffer, dtype=dtype, count=elements, offset=start).view(shape)
+
+    def copy(self, position: int) -> torch.Tensor:
+        """A checkpoint tensor in memory of its own."""
+        spec = self._space.specs[position]
+        bits = np.empty(spec.elements, dtype=storage_type(spec.element_type.item_bytes))
+        if spec.elements:
+            fill_periodic(bits, self._pattern.tables[spec.dtype], int(self._space.starts[position]))
+        return tensor_of_bits(bits, spec.dtype, spec.shape)
 
     def _cut(self) -> list[tuple[Bits, Bits, int]]:
         """The used stretches of the buffers in pieces for the executor: memory, table, and phase."""

@@ -66,6 +66,11 @@ class LiveTensor:
         """Shape of the local tensor."""
         return tuple(self.tensor.shape)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether ``bits`` is a view of live memory, not a copy."""
+        return self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
+
     def bits(self) -> Bits:
         """Its elements' bits now, flat and contiguous; a view of live memory where that is possible."""
         if self.tensor.device.type != "cpu":
@@ -335,7 +340,7 @@ def _note_cluster(cluster: list[LiveTensor], keeping: set[str], overlapping: set
 def _pieces(one: LiveTensor, kept: Bits, *, clear: bool) -> list[_Piece]:
     if not one.tensor.numel():
         return []
-    if one.tensor.device.type != "cpu" or not one.tensor.is_contiguous():
+    if not one.in_place:
         return [_Piece(one, None, kept, clear)]
     cuts = [slice(start, start + _PIECE_ELEMENTS) for start in range(0, len(kept), _PIECE_ELEMENTS)]
     return [_Piece(one, cut, kept[cut], clear) for cut in cuts]

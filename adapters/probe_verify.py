@@ -11,8 +11,8 @@ opposite sign at every id. A copy must then hold its source value, converted to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -56,14 +56,16 @@ def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pa
     for dtype in sorted(set(dtypes)):
         width, exponent_bits, mantissa_bits = _FORMATS[dtype]
         random = np.random.Generator(np.random.Philox([_SEED, *dtype.encode()]))
-        sign = random.integers(0, 2, VERIFY_PERIOD, dtype=np.uint64)
+        words, others = random.integers(0, 1 << 64, (2, VERIFY_PERIOD), dtype=np.uint64)
         low, high = (-7, 7) if values is Range.NARROW else (-14, 14)
-        for out, first, last, flip in ((a, low, 0, 0), (b, 1, high, 1)):
-            exponent = random.integers(first, last + 1, VERIFY_PERIOD) + (1 << (exponent_bits - 1)) - 1
-            bits = random.integers(0, 1 << mantissa_bits, VERIFY_PERIOD, dtype=np.uint64)
-            bits |= exponent.astype(np.uint64) << np.uint64(mantissa_bits)
+        bias = (1 << (exponent_bits - 1)) - 1
+        for out, first, last, place, flip in ((a, low, 0, 0, 0), (b, 1, high, 32, 1)):
+            exponent = (others >> np.uint64(place)) % np.uint64(last - first + 1) + np.uint64(bias + first)
+            bits = words >> np.uint64(place) & np.uint64((1 << mantissa_bits) - 1) | exponent << np.uint64(
+                mantissa_bits
+            )
             if values is Range.SIGNED:
-                bits |= (sign ^ np.uint64(flip)) << np.uint64(width - 1)
+                bits |= (words >> np.uint64(63) ^ np.uint64(flip)) << np.uint64(width - 1)
             out[dtype] = bits.astype(storage_type(width // 8))
     return Pattern(a), Pattern(b)
 
@@ -139,35 +141,37 @@ class Claims:
         self._bad_constants = np.zeros(len(self.constants), dtype=np.uint8)
         self._bad_runs = np.zeros(len(self.runs), dtype=np.uint8)
 
-    def check_copies(self, live: Bits, prediction: Prediction, executor: Executor) -> None:
-        """Refute copies that do not hold what their ids predict."""
+    def check_copies(self, live: Bits, prediction: Prediction, executor: Executor) -> Callable[[], None]:
+        """Begin to refute copies that do not hold what their ids predict; the result is to be called to finish."""
         rows, origin = self._parts
         flags = self._bad_copies[origin]
-        jobs: list[Future[None]] = []
         weights = np.cumsum(np.prod(rows[:, 2::3], axis=1, dtype=np.int64)) // _PART_ELEMENTS
         edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(rows)]
+        known = prediction.starts, prediction.which, prediction.tables
         parts = [slice(first, last) for first, last in pairwise(edges) if last > first]
-        for part in parts:
-            arguments = (live, rows[part], flags[part], prediction.starts, prediction.which, prediction.tables)
-            if len(parts) == 1:
-                check_rows(*arguments)
-            else:
-                jobs.append(executor.submit(check_rows, *arguments))
-        for job in jobs:
-            job.result()
-        np.maximum.at(self._bad_copies, origin, flags)
+        jobs = [executor.submit(check_rows, live, rows[part], flags[part], *known) for part in parts]
+
+        def finish() -> None:
+            for job in jobs:
+                job.result()
+            np.maximum.at(self._bad_copies, origin, flags)
+
+        return finish
 
     def check_steady(self, live: Bits, kept: Bits) -> None:
         """Refute constants that changed."""
-        check_steady(live, kept, self.runs, self.values, self._bad_runs)
+        if len(self.runs):
+            check_steady(live, kept, self.runs, self.values, self._bad_runs)
         everywhere = np.zeros(1, dtype=np.int64)
-        check_rows(live, self.constants.rows.copy(), self._bad_constants, everywhere, everywhere, self.code_bits)
+        if len(self.constants):
+            check_rows(live, self.constants.rows.copy(), self._bad_constants, everywhere, everywhere, self.code_bits)
         doubtful = np.flatnonzero(self._not_constant == 0)
-        rows = self.copies.rows[doubtful].copy()
-        rows[:, 1] = self.as_constant[doubtful]
-        flags = self._not_constant[doubtful]
-        check_rows(live, rows, flags, everywhere, everywhere, self.code_bits)
-        self._not_constant[doubtful] = flags
+        if len(doubtful):
+            rows = self.copies.rows[doubtful].copy()
+            rows[:, 1] = self.as_constant[doubtful]
+            flags = self._not_constant[doubtful]
+            check_rows(live, rows, flags, everywhere, everywhere, self.code_bits)
+            self._not_constant[doubtful] = flags
 
     @property
     def refuted(self) -> bool:

@@ -43,7 +43,6 @@ __all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Extractor", "LoadWeights", "Progress",
 Extractor: TypeAlias = Literal["probe", "trace", "both"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
-_SMALL_BYTES = 1 << 22
 _MOST_THREADS = 8
 
 _log = logging.getLogger(__name__)
@@ -198,7 +197,7 @@ def _feeding(pattern: Pattern) -> Callable[[Feeder], None]:
 def _encode_all(
     worker: ProbedWorker, coded: Sequence[LiveTensor], codebook: Codebook, one_pass: Pass, limit_bytes: int
 ) -> dict[str, Diff2]:
-    """Second differences of every tensor that can hold codes: small ones side by side, large ones chunk by chunk."""
+    """Second differences of every tensor that can hold codes."""
 
     def encode_one(one: LiveTensor, executor: Executor | None) -> Diff2:
         decoding = codebook.decoding(one.dtype)
@@ -213,13 +212,12 @@ def _encode_all(
             dense_limit_bytes=max(limit_bytes, 0),
         )
 
-    small = [one for one in coded if one.tensor.nbytes <= _SMALL_BYTES]
-    found = dict(
-        zip((one.name for one in small), worker.executor.map(lambda one: encode_one(one, None), small), strict=True)
-    )
-    for one in coded:
-        if one.tensor.nbytes > _SMALL_BYTES:
-            found[one.name] = encode_one(one, worker.executor)
+    # Side by side by size, so that no thread waits for another at every tensor; what is too large for that, by chunks.
+    share = sum(one.tensor.nbytes for one in coded) // (4 * _threads())
+    shared = sorted((one for one in coded if one.tensor.nbytes <= share), key=lambda one: -one.tensor.nbytes)
+    found = {one.name: encode_one(one, worker.executor) for one in coded if one.tensor.nbytes > share}
+    diffs = worker.executor.map(lambda one: encode_one(one, None), shared)
+    found.update(zip((one.name for one in shared), diffs, strict=True))
     return found
 
 
@@ -263,13 +261,22 @@ def _verify(worker: ProbedWorker, claims: dict[str, Claims]) -> Range:
 def _compare(
     worker: ProbedWorker, claims: dict[str, Claims], pattern: Pattern, predictions: dict[str, Prediction]
 ) -> None:
+    pending: list[Callable[[], None]] = []
     for one in worker.live:
         mine, bits = claims[one.name], one.bits()
         if len(mine.copies):
             if one.dtype not in predictions:
                 predictions[one.dtype] = predict(worker.space, pattern, one.dtype)
-            mine.check_copies(bits, predictions[one.dtype], worker.executor)
+            pending.append(mine.check_copies(bits, predictions[one.dtype], worker.executor))
+            if not one.in_place:
+                _finish(pending)
         mine.check_steady(bits, worker.keeper.kept(one.name))
+    _finish(pending)
+
+
+def _finish(pending: list[Callable[[], None]]) -> None:
+    while pending:
+        pending.pop(0)()
 
 
 def _check_wrote(found: dict[str, ParameterMap]) -> None:
