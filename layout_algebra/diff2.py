@@ -34,7 +34,7 @@ from layout_algebra.views import view_of
 DENSE_LIMIT_BYTES = 1 << 28
 """How much irregular content of one parameter and pass ``encode`` keeps by default."""
 
-CHUNK_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 22
 _CHUNKS_AT_ONCE = 16
 _LISTED_BYTES = 6
 _SPAN_BYTES = 16
