@@ -236,10 +236,7 @@ class _Declarer:
             return stack([whole(self._space, tensors[0][expert]).shard(1, rank, degree) for expert in mine])
         gates, ups = tensors
         return stack(
-            [
-                gate_up(whole(self._space, gates[e]), whole(self._space, ups[e]), rank=rank, degree=degree)
-                for e in mine
-            ]
+            [gate_up(whole(self._space, gates[e]), whole(self._space, ups[e]), rank=rank, degree=degree) for e in mine]
         )
 
 

@@ -215,6 +215,7 @@ def _latent_attention(numbers: _Numbers) -> tuple[Parameter, ...]:
     hidden, heads, rank = numbers["hidden_size"], numbers["num_attention_heads"], numbers["kv_lora_rank"]
     rope, plain, value = (numbers[f] for f in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     query, low = heads * (rope + plain), numbers.get("q_lora_rank", 0)
+    queries: tuple[Parameter, ...]
     if low:
         queries = (
             _one(Rule.WHOLE, "self_attn.q_a_proj", low, hidden),

@@ -30,6 +30,7 @@ from layout_algebra.errors import TracingError
 MOST_LISTED = 1 << 26
 """Most elements that are ever listed one by one, 12 bytes each, where pieces would be too irregular."""
 
+
 class Partial(Exception):
     """Bytes inside an element, or an element put together from bytes; callers call the result computed."""
 

@@ -230,9 +230,7 @@ class Memories:
         below = [one for one in self._places.values() if one.address <= address]
         return max(below, key=lambda one: one.address).content.name if below else "a tensor of the trace"
 
-    def _note(
-        self, tensor: torch.Tensor, content: Content, shift: int, address: int, *, lent: bool = False
-    ) -> Place:
+    def _note(self, tensor: torch.Tensor, content: Content, shift: int, address: int, *, lent: bool = False) -> Place:
         if len(self._places) > self._next_sweep:
             self._places = {key: one for key, one in self._places.items() if not _is_gone(one)}
             self._next_sweep = 2 * len(self._places) + _SWEEP

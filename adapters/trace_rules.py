@@ -114,9 +114,11 @@ def _roll(recorder: Recorder, call: Call) -> object:
     assert isinstance(shifts, list | tuple)
     assert isinstance(axes, list | tuple)
     if not axes:
-        return NotImplemented if not source.is_contiguous() else _rolled(
-            recorder, call, source.view(-1), [0], shifts
-        ).view(source.shape)
+        return (
+            NotImplemented
+            if not source.is_contiguous()
+            else _rolled(recorder, call, source.view(-1), [0], shifts).view(source.shape)
+        )
     return _rolled(recorder, call, source, axes, shifts)
 
 

@@ -59,7 +59,9 @@ def gather_and_broadcast(correspondence: Correspondence, topology: Topology, *, 
         _add(packed, root, total)
         ring = sorted(correspondence.needers, key=topology.node_of)
         flows += [Flow(1, source, target, total) for source, target in pairwise([root, *ring])]
-    return _traffic("gather and broadcast", correspondence, ("gather", "broadcast"), flows, packed, buffer_bytes, bound_s)
+    return _traffic(
+        "gather and broadcast", correspondence, ("gather", "broadcast"), flows, packed, buffer_bytes, bound_s
+    )
 
 
 def first_holder(correspondence: Correspondence, topology: Topology, *, buffer_bytes: int) -> Traffic:

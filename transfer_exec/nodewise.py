@@ -5,8 +5,8 @@ first program decides what each holder sends, who serves nodes that hold a class
 a class first, with one pooled egress and ingress per node. Then each node's own program divides what the node lets in
 and sends on over its workers. Nodes that look alike share one solution.
 
-Workers that need a class let it in where that costs nothing, so the first program also shares out what they will have to
-send on, as if each node's needers did that alike.
+Workers that need a class let it in where that costs nothing, so the first program also shares out what they will have
+to send on, as if each node's needers did that alike.
 
 ``optimum_s`` is that of the first program: no division at all is better. The second step reaches it unless local
 links or unequal NICs inside a node stand in the way; the plan's load says so.

@@ -15,8 +15,8 @@ sender's messages of that stage of the round before have left. Messages that sha
 >>> line.end_to_end_s, line.ratio_to_bound, line.binding_link, line.stalls_s
 (6.0, 1.0, 'NIC egress of t', {'t': 6.0, 'a': 6.0, 'b': 4.0})
 
-All rounds are equal but for one element a route, so one round stands for all. Of many rounds the first and last ones are
-simulated, and the steady pace between them is repeated.
+All rounds are equal but for one element a route, so one round stands for all. Of many rounds the first and last ones
+are simulated, and the steady pace between them is repeated.
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ def _pace(done: Floats, depth: int) -> float:
 class _Template:
     """One round as the arrays that the kernel takes; workers without traffic are left out."""
 
-    def __init__(
-        self, traffic: Traffic, crossed: Sequence[tuple[int, ...]], links: Links, busy: Sequence[int]
-    ) -> None:
+    def __init__(self, traffic: Traffic, crossed: Sequence[tuple[int, ...]], links: Links, busy: Sequence[int]) -> None:
         place = {links.workers[worker]: position for position, worker in enumerate(busy)}
         self._name, self._stages = traffic.name, len(traffic.stages)
         keys = np.array([place[flow.source] * self._stages + flow.stage for flow in traffic.flows], dtype=np.int64)

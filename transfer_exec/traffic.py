@@ -87,7 +87,9 @@ class Traffic:
             needers=plan.needers,
             stages=tuple(stage.name.lower() for stage in Stage),
             flows=_added(
-                Flow(hop.stage.value, hop.source, hop.target, route.bytes) for route in plan.routes for hop in route.hops
+                Flow(hop.stage.value, hop.source, hop.target, route.bytes)
+                for route in plan.routes
+                for hop in route.hops
             ),
             packed_bytes=packed,
             rounds=plan.rounds,

@@ -193,9 +193,7 @@ def _copies(plan: Plan, source: Source) -> tuple[int, int, float]:
     return sent, needed, largest
 
 
-def report_simulation(
-    source: Source, plan: Plan, settings: UpdateSettings, *, compare: bool
-) -> SimulationReport:
+def report_simulation(source: Source, plan: Plan, settings: UpdateSettings, *, compare: bool) -> SimulationReport:
     """Simulate a plan, and with `compare` the baselines on the same demand and cluster."""
 
     def line(traffic_name: str, timeline: Timeline, others: Mapping[str, SimulationReport]) -> SimulationReport:

@@ -79,9 +79,7 @@ def load_source(file: Path | None, *, maps: Path | None, topology: Path | None) 
     read = time.perf_counter()
     found = correspond(holders, needers)
     done = time.perf_counter()
-    return Source(
-        name, model_bytes, {**holders, **needers}, found, where, update, read - started, done - read
-    )
+    return Source(name, model_bytes, {**holders, **needers}, found, where, update, read - started, done - read)
 
 
 def _read_maps(folder: Path, topology: Topology) -> tuple[Maps, Maps]:
