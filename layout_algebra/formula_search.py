@@ -15,6 +15,7 @@ are more different samples than unknowns, so that what was not fitted has confir
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
@@ -133,31 +134,44 @@ def heads_of(search: Search, lows: Values, counts: Values, extent: int) -> tuple
     rows = min(given)
     if rows < 1 or extent % rows or extent // rows > _MOST_HEADS:
         return None
-    degree = search.degree
-    even = sympy.Integer(extent) / degree
-    count = sympy.Max(even, rows)
-    start = rows * sympy.floor(RANK * (extent // rows) / degree)
-    return (start, count) if search.fits(count, counts) and search.fits(start, lows) else None
+    heads = extent // rows
+    for low, count, (rank, degree) in zip(lows, counts, search.points, strict=True):
+        if count is not None and count * degree != max(extent, rows * degree):
+            return None
+        if low is not None and low != rows * (rank * heads // degree):
+            return None
+    start = rows * sympy.floor(RANK * heads / search.degree)
+    return start, sympy.Max(sympy.Integer(extent) / search.degree, rows)
 
 
-def window_of(total: int, offset: int, extent: int, degree: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """One rank's part where ``total`` positions are cut into ceil-sized windows.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``total`` positions in ceil-sized windows, one a rank, and a tensor at ``offset`` that is ``extent`` long."""
 
-    Parameters
-    ----------
-    offset, extent
-        Where the tensor lies among the positions.
+    total: int
+    offset: int
+    extent: int
 
-    Returns
-    -------
-    tuple
-        First element of the tensor, number of elements (0 where the window misses it), and how many positions of
-        the window come before them.
-    """
-    width = sympy.ceiling(sympy.Integer(total) / degree)
-    low = sympy.Min(extent, sympy.Max(0, width * RANK - offset))
-    high = low.subs(RANK, RANK + 1)
-    return low, high - low, sympy.Max(0, offset - width * RANK)
+    def of(self, rank: int, degree: int) -> tuple[int, int, int]:
+        """First element of the tensor in a rank's window, how many, and positions of the window before them."""
+        width = -(-self.total // degree)
+        low = min(self.extent, max(0, width * rank - self.offset))
+        high = min(self.extent, max(0, width * (rank + 1) - self.offset))
+        return low, high - low, max(0, self.offset - width * rank)
+
+    def fits(self, search: Search, lows: Values, counts: Values, before: Values) -> bool:
+        """Whether every sample is like that."""
+        return all(
+            wanted is None or wanted == found
+            for sample, point in zip(zip(lows, counts, before, strict=True), search.points, strict=True)
+            for wanted, found in zip(sample, self.of(*point), strict=True)
+        )
+
+    def formulas(self, search: Search) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+        """What ``of`` gives, as formulas."""
+        width = sympy.ceiling(sympy.Integer(self.total) / search.degree)
+        low = sympy.Min(self.extent, sympy.Max(0, width * RANK - self.offset))
+        return low, low.subs(RANK, RANK + 1) - low, sympy.Max(0, self.offset - width * RANK)
 
 
 def _sums(

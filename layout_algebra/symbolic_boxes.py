@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import sympy
 
 from layout_algebra.boxes import REPEAT, Box, BoxAxis
-from layout_algebra.formula_search import Search, Values, heads_of, window_of
+from layout_algebra.formula_search import Cut, Search, Values, heads_of
 from layout_algebra.formulas import RANK
 
 _MOST_PARTS = 256
@@ -168,7 +168,7 @@ def source_formulas(
 
 _AlignedSlot = list[tuple[int | None, int, int | None] | None]
 """For every sample step, count and target stride; step and stride are None where the count is 1."""
-_Cut = tuple[sympy.Expr, list[tuple[sympy.Expr, sympy.Expr]]]
+_Explained = tuple[sympy.Expr, list[tuple[sympy.Expr, sympy.Expr]]]
 """Least coordinate (from the base), and step and count of every slot."""
 
 
@@ -236,7 +236,7 @@ def _steps(search: Search, column: _Column) -> list[sympy.Expr] | None:
     return out
 
 
-def _cut(search: Search, column: _Column) -> _Cut | None:
+def _cut(search: Search, column: _Column) -> _Explained | None:
     """A coordinate whose every sample has a box, explained by the usual cuts; None if by none of them."""
     slots, extent, lows = column.slots or [], column.extent, column.lows
     steps = _steps(search, column)
@@ -288,7 +288,7 @@ def _part(search: Search, lows: Values, counts: Values, extent: int | None) -> t
     return None
 
 
-def _several(search: Search, column: _Column, steps: list[sympy.Expr]) -> _Cut | None:
+def _several(search: Search, column: _Column, steps: list[sympy.Expr]) -> _Explained | None:
     """A coordinate of no slot, several slots, or steps other than 1: every number by its own formula."""
     slots = column.slots or []
     counts = []
@@ -305,7 +305,7 @@ def _several(search: Search, column: _Column, steps: list[sympy.Expr]) -> _Cut |
     return None if low is None else (low, list(zip(steps, counts, strict=True)))
 
 
-def _anything(search: Search, column: _Column) -> _Cut | None:
+def _anything(search: Search, column: _Column) -> _Explained | None:
     """Whatever the basis gives, where every sample has a box."""
     steps = _steps(search, column)
     return None if steps is None else _several(search, column, steps)
@@ -313,7 +313,7 @@ def _anything(search: Search, column: _Column) -> _Cut | None:
 
 def _window(
     search: Search, column: _Column, ignored: Sequence[bool], hints: Sequence[WindowHint]
-) -> tuple[_Cut, tuple[sympy.Expr, int] | None] | None:
+) -> tuple[_Explained, tuple[sympy.Expr, int] | None] | None:
     """A coordinate cut by windows of ceil size, and what is before it in the window and how many positions there are.
 
     The windows are of the coordinate itself, or of a longer row of positions in which the tensor lies somewhere.
@@ -328,8 +328,9 @@ def _window(
     found = _windows(search, lows, counts, extent, [(hint, [equal_total(search, hint)]) for hint in equal])
     if found is not None:
         return found
-    low, count, _ = window_of(extent, 0, extent, search.degree)
-    if search.fits(count, counts) and search.fits(low, lows):
+    own = Cut(extent, 0, extent)
+    if own.fits(search, lows, counts, [None] * len(lows)):
+        low, count, _ = own.formulas(search)
         return (low, [(sympy.Integer(1), count)]), None
     return _windows(search, lows, counts, extent, [(hint, totals_of(search, hint)) for hint in hints])
 
@@ -340,15 +341,16 @@ def _windows(
     counts: Values,
     extent: int,
     hints: Sequence[tuple[WindowHint, Sequence[int | None]]],
-) -> tuple[_Cut, tuple[sympy.Expr, int] | None] | None:
+) -> tuple[_Explained, tuple[sympy.Expr, int] | None] | None:
     """The first row of windows, of those given with the numbers of positions they may share, that explains a box."""
     for hint, totals in hints:
         offset = offset_of(search, lows, hint)
         for total in totals if offset is not None else ():
             if offset is None or total is None or offset + extent > total:
                 continue
-            low, count, before = window_of(total, offset, extent, search.degree)
-            if search.fits(count, counts) and search.fits(low, lows) and search.fits(before, hint.before):
+            cut = Cut(total, offset, extent)
+            if cut.fits(search, lows, counts, hint.before):
+                low, count, before = cut.formulas(search)
                 return (low, [(sympy.Integer(1), count)]), (before, total)
     return None
 

@@ -16,12 +16,11 @@ import numpy as np
 import sympy
 
 from layout_algebra.boxes import Box, Piece, cut_at_tensors
-from layout_algebra.canonical import lift
 from layout_algebra.errors import FormulaError
 from layout_algebra.formula_search import Search
 from layout_algebra.formulas import RANK, integer
 from layout_algebra.name_bytes import Template, split_name
-from layout_algebra.recover import rectangles_of_copies
+from layout_algebra.normal_form import normal_form
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
@@ -88,7 +87,7 @@ def _verify(family: SymbolicMap, point: tuple[int, int], sample: SourceMap) -> N
         given, again = sample[name], made[name]
         copies = given.copies
         if not np.array_equal(copies.rows, again.copies.rows) and len(copies):
-            copies = lift(rectangles_of_copies(copies, given.shape))
+            copies = normal_form(copies, given.shape)
         what = _difference(given, again, copies)
         if what is not None:
             raise FormulaError(
@@ -138,7 +137,9 @@ class _Fitter:
 
     def parameter(self, name: str, entries: Sequence[ParameterMap]) -> SymbolicParameter:
         """One parameter's formulas from its entry in every sample."""
-        if len({entry.dtype for entry in entries}) > 1 or len({len(entry.shape) for entry in entries}) > 1:
+        # A rank that keeps nothing of a parameter says nothing of its dtype.
+        dtypes = list(dict.fromkeys(entry.dtype for entry in entries if entry.elements)) or [entries[0].dtype]
+        if len(dtypes) > 1 or len({len(entry.shape) for entry in entries}) > 1:
             seen = {
                 f"{entry.dtype}{list(entry.shape)}": point for entry, point in zip(entries, self._points, strict=True)
             }
@@ -155,7 +156,7 @@ class _Fitter:
         except FormulaError as error:
             raise FormulaError(f"{name}: {error}") from error
         copies = [_named(names[group], fixed, lows, copy) for group, fixed, lows, copy in solved.copies]
-        return SymbolicParameter(solved.shape, entries[0].dtype, tuple(copies), opaque, depends)
+        return SymbolicParameter(solved.shape, dtypes[0], tuple(copies), opaque, depends)
 
     def _groups(self, pieces: Sequence[list[Piece]]) -> tuple[list[GroupNames], list[Group]]:
         """Pieces by template, which numbers move, and what the checkpoint has along them."""
@@ -185,6 +186,8 @@ class _Fitter:
         self, template: Template, first: tuple[int, ...], moving: tuple[int, ...]
     ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
         """How many numbers the checkpoint has along every moving one, and the least; None where there are gaps."""
+        if not moving:
+            return (), ()
         alike = [
             each
             for each in self._siblings[template]

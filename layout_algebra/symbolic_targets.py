@@ -14,7 +14,7 @@ import sympy
 
 from layout_algebra.boxes import Box
 from layout_algebra.errors import FormulaError
-from layout_algebra.formula_search import Search, Values, window_of
+from layout_algebra.formula_search import Cut, Search, Values
 from layout_algebra.formulas import integer
 from layout_algebra.symbolic_boxes import Slot, SourceFormulas
 from layout_algebra.symbolic_map import SymbolicAxis
@@ -51,7 +51,7 @@ class Targets:
         if source.window is not None:
             total = source.window.total
             whole = sympy.ceiling(sympy.Integer(total) / self._search.degree)
-            self._widths += [whole, window_of(total, 0, total, self._search.degree)[1]]
+            self._widths += [whole, Cut(total, 0, total).formulas(self._search)[1]]
         found = self._along_axes(boxes, source) if self._rank else None
         return found if found is not None else self._flat(boxes, source)
 
