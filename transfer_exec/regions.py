@@ -12,7 +12,7 @@ descriptor. Both ends of a message compute the same offsets from the same plan; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -22,6 +22,10 @@ import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.plan import Plan, Stage
+
+
+_CELLS = 1 << 24
+"""Parts whose sizes and offsets are kept; workers that write to each other look at the same regions."""
 
 
 class Buffer(Enum):
@@ -94,6 +98,8 @@ class Regions:
         self._rank = {worker: position for position, worker in enumerate(plan.workers)}
         self._members: dict[Region, list[tuple[int, int, int, int]]] = {}
         self._sources: dict[Message, dict[Buffer, list[int]]] = {}
+        self._layouts: dict[Region, Layout] = {}
+        self._cells = 0
         for number, (route, way) in enumerate(zip(plan.routes, self._ways(), strict=True)):
             width = -route.item_bytes
             self._members.setdefault(Region(route.holder, Buffer.PACK), []).append((width, 0, way, number))
@@ -122,11 +128,19 @@ class Regions:
 
     def incoming(self, worker: str) -> tuple[Message, ...]:
         """Messages to a worker; the position of each is the number of the flag that announces it."""
-        return tuple(message for message in self.messages if message.target == worker)
+        return self._by_target.get(worker, ())
 
     def outgoing(self, worker: str) -> tuple[Message, ...]:
         """Messages from a worker."""
-        return tuple(message for message in self.messages if message.source == worker)
+        return self._by_source.get(worker, ())
+
+    @cached_property
+    def _by_target(self) -> dict[str, tuple[Message, ...]]:
+        return _grouped((message.target, message) for message in self.messages)
+
+    @cached_property
+    def _by_source(self) -> dict[str, tuple[Message, ...]]:
+        return _grouped((message.source, message) for message in self.messages)
 
     def targets(self, worker: str) -> tuple[str, ...]:
         """Workers that a worker writes to, each once; the flags of their releases follow those of the messages."""
@@ -138,7 +152,17 @@ class Regions:
         return tuple((buffer, np.array(found[buffer], dtype=np.int64)) for buffer in Buffer if buffer in found)
 
     def layout(self, region: Region) -> Layout:
-        """What stands where in one region; empty for one that nothing passes. Made anew at every call."""
+        """What stands where in one region; empty for one that nothing passes."""
+        found = self._layouts.get(region)
+        if found is None:
+            found = self._layouts[region] = self._layout(region)
+            self._cells += found.sizes.size
+            while self._cells > _CELLS and len(self._layouts) > 1:
+                oldest = next(iter(self._layouts))
+                self._cells -= self._layouts.pop(oldest).sizes.size
+        return found
+
+    def _layout(self, region: Region) -> Layout:
         routes = np.array([member[-1] for member in sorted(self._members.get(region, ()))], dtype=np.int64)
         item_bytes = np.array([self.plan.routes[route].item_bytes for route in routes], dtype=np.int64)
         sizes = _part_elements(self.plan, routes) * item_bytes[:, None]
@@ -172,6 +196,13 @@ def part_intervals(plan: Plan, routes: Sequence[int] | IdArray) -> tuple[IdArray
     intervals, facts = np.concatenate(spans), np.concatenate(about)
     order = np.argsort(intervals[:, 0], kind="stable")
     return intervals[order], facts[order]
+
+
+def _grouped(messages: Iterable[tuple[str, Message]]) -> dict[str, tuple[Message, ...]]:
+    groups: dict[str, list[Message]] = {}
+    for worker, message in messages:
+        groups.setdefault(worker, []).append(message)
+    return {worker: tuple(group) for worker, group in groups.items()}
 
 
 def _part_elements(plan: Plan, routes: IdArray) -> IdArray:

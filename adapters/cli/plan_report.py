@@ -24,6 +24,11 @@ from transfer_exec.simulate import Timeline, simulate
 __all__ = ["PlanReport", "SimulationReport", "peak_rss_bytes", "report_plan", "report_simulation"]
 
 
+_ALL_PROGRAMS = 64
+"""Up to this many workers all programs are compiled unless another number is asked for."""
+_SAMPLE = 4
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """What `transload plan FILE --json` prints.
 
@@ -121,7 +126,8 @@ def report_plan(source: Source, *, buffer_bytes: int, sample: int | None = None)
     buffer_bytes
         Budget per worker and round.
     sample
-        Compile the programs of about this many workers only, evenly spread; all by default.
+        Compile the programs of about this many workers only, evenly spread. By default those of all up to 64 workers,
+        and of four in a larger cluster.
 
     Raises
     ------
@@ -165,7 +171,9 @@ def report_plan(source: Source, *, buffer_bytes: int, sample: int | None = None)
 def program_sizes(plan: Plan, source: Source, *, sample: int | None = None) -> dict[str, int]:
     """Bytes of the programs of all workers, or of about `sample` evenly spread ones."""
     regions = Regions(plan)
-    step = 1 if sample is None else max(1, len(plan.workers) // max(1, sample))
+    if sample is None:
+        sample = len(plan.workers) if len(plan.workers) <= _ALL_PROGRAMS else _SAMPLE
+    step = max(1, len(plan.workers) // max(1, sample))
     return {
         worker: len(compile_from_regions(regions, worker, source.maps[worker]).to_bytes())
         for worker in plan.workers[::step]

@@ -164,3 +164,11 @@ def test_no_plan_beats_its_load_and_a_slower_cluster_is_no_faster(data: st.DataO
     moved = sum(hop_bytes for hop_bytes in (route.bytes * len(route.hops) for route in plan.routes))
     slowest = min(float(nic.egress_bytes_per_s) for node in topology.nodes for nic in node.nics)
     assert line.end_to_end_s <= moved / min(slowest, 1.0) + 1e-9
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_small_messages_late_on_the_clock_arrive(depth: int) -> None:
+    # 1,000 bytes take less than the clock can show after 0.08 s of large ones: the loop once never ended.
+    flows = [Flow(0, "t", "a", 4_000_000_000), Flow(0, "t", "b", 1_001), Flow(1, "a", "b", 1_003), Flow(1, "b", "c", 7)]
+    line = simulate(traffic(flows, rounds=7), cluster(50e9, "t", "a", "b", "c"), depth=depth, round_overhead_s=1e-3)
+    assert 0.08 <= line.end_to_end_s < 0.1
