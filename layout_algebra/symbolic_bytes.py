@@ -7,7 +7,7 @@ copy that leaves its tensor or its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -16,10 +16,19 @@ import sympy
 from layout_algebra.boxes import REPEAT
 from layout_algebra.dtypes import dtype_of
 from layout_algebra.errors import FormulaError, LayoutError
-from layout_algebra.formulas import formula_of, tokens_of
+from layout_algebra.formulas import formula_of, integer, tokens_of
 from layout_algebra.map_bytes import MAX_BYTES, MAX_VALUES, PackedSpace, pack_space, unpack_space
 from layout_algebra.name_bytes import PackedNames, decode_names, encode_names
-from layout_algebra.sealed_bytes import Budget, Packed, pack_column, seal, unpack_column, unseal
+from layout_algebra.sealed_bytes import (
+    Budget,
+    Packed,
+    pack_column,
+    pack_table,
+    seal,
+    unpack_column,
+    unpack_table,
+    unseal,
+)
 from layout_algebra.symbolic_map import SymbolicAxis, SymbolicCopy, SymbolicMap, SymbolicNames, SymbolicParameter
 
 MAGIC = b"TLFORM\x00\x01"
@@ -69,13 +78,21 @@ class _Map(msgspec.Struct, array_like=True, frozen=True):
     lengths: Packed
     templates: tuple[tuple[bytes, ...], ...]
     names: PackedNames
-    parameters: tuple[_Parameter, ...]
+    forms: tuple[_Parameter, ...]
+    form_of: Packed
+    numbers: tuple[Packed, ...]
 
 
 class _Writer:
-    """Formulas and templates seen so far, by number."""
+    """Formulas, templates and forms seen so far, by number.
+
+    A form is a parameter without the plain numbers of its tensors' names, which differ from layer to layer.
+    """
 
     def __init__(self) -> None:
+        self.forms: dict[_Parameter, int] = {}
+        self.numbers: list[list[list[int]]] = []
+        self._own: list[int] = []
         self.formulas: dict[sympy.Expr, int] = {}
         self.templates: dict[tuple[str, ...], int] = {}
 
@@ -88,7 +105,21 @@ class _Writer:
     def template(self, template: tuple[str, ...]) -> int:
         return self.templates.setdefault(template, len(self.templates))
 
-    def parameter(self, entry: SymbolicParameter) -> _Parameter:
+    def parameter(self, entry: SymbolicParameter) -> int:
+        """The number of a parameter's form; its plain numbers are put to the form's."""
+        self._own = []
+        form = self.forms.setdefault(self._form(entry), len(self.forms))
+        if form == len(self.numbers):
+            self.numbers.append([])
+        self.numbers[form].append(self._own)
+        return form
+
+    def _named(self, numbers: Sequence[sympy.Expr]) -> tuple[int, ...]:
+        """Numbers of a name: formulas by number, plain ones as -1 and put aside."""
+        self._own += [int(number) for number in numbers if number.is_Integer]
+        return tuple(-1 if number.is_Integer else self.formula(number) for number in numbers)
+
+    def _form(self, entry: SymbolicParameter) -> _Parameter:
         return _Parameter(
             self.many(entry.shape),
             entry.dtype,
@@ -97,7 +128,7 @@ class _Writer:
             tuple(
                 _Names(
                     self.template(each.template),
-                    self.many(each.numbers),
+                    self._named(each.numbers),
                     -1 if each.moving is None else each.moving,
                     self.formula(each.count),
                 )
@@ -111,7 +142,7 @@ class _Writer:
         )
         at, to = self.many(copy.at), self.many(copy.to)
         return _Copy(
-            self.template(copy.template), self.many(copy.numbers), copy.moving, copy.view, at, to, copy.flat, axes
+            self.template(copy.template), self._named(copy.numbers), copy.moving, copy.view, at, to, copy.flat, axes
         )
 
 
@@ -126,9 +157,10 @@ def encode_symbolic(family: SymbolicMap) -> bytes:
     writer = _Writer()
     names, order = encode_names(list(family.parameters))
     entries = list(family.parameters.values())
-    parameters = tuple(writer.parameter(entries[place]) for place in order.tolist())
+    form_of = [writer.parameter(entries[place]) for place in order.tolist()]
     tokens = [tokens_of(formula) for formula in writer.formulas]
-    copies = sum(len(each.copies) for each in parameters)
+    copies = sum(len(entry.copies) for entry in entries)
+    numbers = [np.array(rows, dtype=np.int64).reshape(len(rows), -1) for rows in writer.numbers]
     plain = msgspec.msgpack.encode(
         _Map(
             pack_space(family.space),
@@ -137,7 +169,9 @@ def encode_symbolic(family: SymbolicMap) -> bytes:
             pack_column(np.array([len(each) for each in tokens], dtype=np.int64)),
             tuple(tuple(piece.encode("utf-8", "surrogatepass") for piece in each) for each in writer.templates),
             names,
-            parameters,
+            tuple(writer.forms),
+            pack_column(np.array(form_of, dtype=np.int64)),
+            tuple(pack_table(table) for table in numbers),
         )
     )
     if len(plain) > MAX_BYTES or len(tokens) > MAX_FORMULAS or copies > MAX_COPIES:
@@ -170,7 +204,8 @@ class _Reader:
 
     def __init__(self, packed: _Map) -> None:
         self._packed = packed
-        budget = Budget(MAX_VALUES)
+        self._own: Iterator[int] = iter(())
+        self._budget = budget = Budget(MAX_VALUES)
         self._space = unpack_space(packed.space, budget, FormulaError)
         self._names = decode_names(packed.names, budget, FormulaError)
         tokens = unpack_column(packed.tokens, budget, FormulaError).tolist()
@@ -188,15 +223,35 @@ class _Reader:
 
     def family(self) -> SymbolicMap:
         """The family, if its parts agree."""
-        packed = self._packed
-        if len(self._names) != len(packed.parameters) or len(set(self._names)) != len(self._names):
-            raise FormulaError(f"{len(packed.parameters)} parameters have {len(set(self._names))} names")
-        if sum(len(each.copies) for each in packed.parameters) > MAX_COPIES:
-            raise FormulaError(f"more than {MAX_COPIES} copies")
+        packed, names = self._packed, self._names
+        form_of = unpack_column(packed.form_of, self._budget, FormulaError)
+        if len(names) != len(form_of) or len(set(names)) != len(names) or len(packed.forms) != len(packed.numbers):
+            raise FormulaError(f"{len(form_of)} parameters have {len(set(names))} names")
+        if len(form_of) and (int(form_of.min()) < 0 or int(form_of.max()) >= len(packed.forms)):
+            raise FormulaError(f"a form is outside 0:{len(packed.forms)}")
+        rows = [iter(unpack_table(table, self._budget, FormulaError).tolist()) for table in packed.numbers]
         parameters = {}
-        for name, each in zip(self._names, packed.parameters, strict=True):
-            parameters[name] = self._parameter(name, each)
+        copies = 0
+        for name, form in zip(names, form_of.tolist(), strict=True):
+            copies += len(packed.forms[form].copies)
+            row = next(rows[form], None)
+            if copies > MAX_COPIES or row is None:
+                raise FormulaError(f"{name}: more than {MAX_COPIES} copies, or no numbers for its names")
+            self._own = iter(row)
+            parameters[name] = self._parameter(name, packed.forms[form])
+            if next(self._own, None) is not None:
+                raise FormulaError(f"{name}: more numbers than its names have")
         return SymbolicMap(self._space, packed.degree or None, parameters)
+
+    def _named(self, numbers: Sequence[int]) -> tuple[sympy.Expr, ...]:
+        """Numbers of a name: formulas, and plain ones in their order."""
+        out = []
+        for number in numbers:
+            plain = next(self._own, None) if number == -1 else None
+            if number == -1 and plain is None:
+                raise FormulaError("a name has more numbers than there are")
+            out.append(self._one(number) if plain is None else integer(plain))
+        return tuple(out)
 
     def _parameter(self, name: str, packed: _Parameter) -> SymbolicParameter:
         dtype_of(packed.dtype)
@@ -228,7 +283,7 @@ class _Reader:
         axes = tuple(
             SymbolicAxis(self._one(a.count), a.dim, self._one(a.step), a.axis, self._one(a.stride)) for a in packed.axes
         )
-        numbers, at, to = self._many(packed.numbers), self._many(packed.at), self._many(packed.to)
+        numbers, at, to = self._named(packed.numbers), self._many(packed.at), self._many(packed.to)
         return SymbolicCopy(template, numbers, moving, packed.view, at, to, packed.flat, axes)
 
     def _depends(self, name: str, packed: _Names) -> SymbolicNames:
@@ -236,7 +291,7 @@ class _Reader:
         if len(packed.numbers) != len(template) - 1 or not -1 <= packed.moving < len(packed.numbers):
             raise FormulaError(f"{name}: the names it depends on do not fit their template")
         moving = None if packed.moving < 0 else packed.moving
-        return SymbolicNames(template, self._many(packed.numbers), moving, self._one(packed.count))
+        return SymbolicNames(template, self._named(packed.numbers), moving, self._one(packed.count))
 
     def _one(self, number: int) -> sympy.Expr:
         if not 0 <= number < len(self._formulas):

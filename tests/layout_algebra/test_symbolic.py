@@ -417,7 +417,7 @@ def test_well_formed_lies_are_refused() -> None:
         fit(all_ranks(CASES["experts"])).to_bytes(), MAGIC, what="a family", limit=MAX_BYTES, error=FormulaError
     )
     for path in ([0], [1], [2], [3], [4], [5], [6], [6, 0], [6, 0, 0], [6, 0, 1], [6, 0, 2, 0], [6, 0, 2, 0, 0],
-                 [6, 0, 2, 0, 2], [6, 0, 2, 0, 5], [6, 0, 2, 0, 7, 0]):  # fmt: skip
+                 [6, 0, 2, 0, 2], [6, 0, 2, 0, 5], [6, 0, 2, 0, 7, 0], [7], [8], [8, 0]):  # fmt: skip
         for value in (None, -1, 10**6, b"x", [[]], [10**6], [[1, 9, 1, 9, 1]]):
             lie = msgspec.msgpack.decode(honest)
             inner = lie
