@@ -114,9 +114,9 @@ def test_a_before_hook_that_raises_refuses_the_update(tmp_path: Path) -> None:
             assert isinstance(outcome.error, HookError)
             assert "engine/a/0: before_update_hook raised RuntimeError('cannot drain')" in str(outcome.error)
         one = crew.rollouts["a/0"]
+        wait_for(lambda: "cannot drain" in one.adapter.last_failure)
         assert same_bits(one.holding.tensors, before)
         assert one.adapter.state is State.IDLE
-        assert "cannot drain" in one.adapter.last_failure
         assert one.errors == []
 
 

@@ -216,7 +216,7 @@ def test_a_rollout_loader_that_raises_is_raised_on_every_trainer_and_the_engine_
         ticks = crew.rollouts["a/0"].adapter._session.counter
         wait_for(lambda: crew.rollouts["a/0"].adapter._session.counter > ticks + 3)
         assert crew.rollouts["a/1"].errors == []
-        assert "no such layer" in crew.rollouts["a/1"].adapter.last_failure
+        wait_for(lambda: "no such layer" in crew.rollouts["a/1"].adapter.last_failure)
         assert not crew.rollouts["a/1"].adapter.connected
 
 
