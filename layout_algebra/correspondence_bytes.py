@@ -66,9 +66,12 @@ def encode_correspondence(found: Correspondence) -> bytes:
     CorrespondenceError
         If it is larger than ``decode_correspondence`` reads.
     """
-    plain = _plain(found)
+    packed = _packed(found)
+    plain = msgspec.msgpack.encode(packed)
     stretches = sum(int(group.runs.runs[:, 3].sum()) for group in found.classes)
-    values = sum(group.runs.runs.size + len(group.holders) + len(group.needers) + 4 for group in found.classes)
+    tables = (packed.heads, packed.members, packed.runs, *packed.holders.numbers, *packed.needers.numbers)
+    tables += (packed.space.spec_of, *packed.space.names.numbers)
+    values = sum(table.values for table in tables)
     too_many = values > MAX_VALUES or stretches > MAX_STRETCHES or len(found.classes) > MAX_CLASSES
     if len(plain) > MAX_BYTES or too_many:
         raise CorrespondenceError(
@@ -80,7 +83,7 @@ def encode_correspondence(found: Correspondence) -> bytes:
 
 def correspondence_digest(found: Correspondence) -> str:
     """Hex digest of a correspondence's content, whatever the compressor."""
-    return hashlib.blake2b(MAGIC + _plain(found), digest_size=16).hexdigest()
+    return hashlib.blake2b(MAGIC + msgspec.msgpack.encode(_packed(found)), digest_size=16).hexdigest()
 
 
 def decode_correspondence(data: bytes) -> Correspondence:
@@ -100,7 +103,7 @@ def decode_correspondence(data: bytes) -> Correspondence:
         raise CorrespondenceBytesError(f"correspondence does not decode: {error}") from error
 
 
-def _plain(found: Correspondence) -> bytes:
+def _packed(found: Correspondence) -> _Correspondence:
     holder = {worker: number for number, worker in enumerate(found.holders)}
     needer = {worker: number for number, worker in enumerate(found.needers)}
     heads = [(len(g.holders), len(g.needers), len(g.runs), g.item_bytes) for g in found.classes]
@@ -109,15 +112,13 @@ def _plain(found: Correspondence) -> bytes:
         members += [holder[worker] for worker in group.holders]
         members += [needer[worker] for worker in group.needers]
     runs = [np.empty((0, 4), dtype=np.int64), *(group.runs.runs for group in found.classes)]
-    return msgspec.msgpack.encode(
-        _Correspondence(
-            pack_space(found.space),
-            encode_names(found.holders)[0],
-            encode_names(found.needers)[0],
-            pack_table(np.array(heads, dtype=np.int64).reshape(-1, 4)),
-            pack_column(np.array(members, dtype=np.int64)),
-            pack_table(np.concatenate(runs)),
-        )
+    return _Correspondence(
+        pack_space(found.space),
+        encode_names(found.holders)[0],
+        encode_names(found.needers)[0],
+        pack_table(np.array(heads, dtype=np.int64).reshape(-1, 4)),
+        pack_column(np.array(members, dtype=np.int64)),
+        pack_table(np.concatenate(runs)),
     )
 
 

@@ -135,7 +135,9 @@ def encode_map(space: CheckpointSpace, rows: Sequence[MapRow]) -> bytes:
         pack_column(np.array(depends, dtype=np.int64)),
     )
     plain = msgspec.msgpack.encode(packed)
-    values = sum(table.size for table in copies) + 5 * len(rows)
+    tables = (packed.heads, *packed.copies, packed.opaque, packed.depends_on, *packed.names.numbers)
+    tables += (packed.space.spec_of, *packed.space.names.numbers)
+    values = sum(table.values for table in tables)
     if len(plain) > MAX_BYTES or values > MAX_VALUES or most > MAX_AXES:
         raise MapError(
             f"map of {len(rows)} parameters with {sum(map(len, copies)):,} slice copies takes {len(plain):,} bytes; at "

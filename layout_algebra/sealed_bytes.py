@@ -36,6 +36,11 @@ class Packed(msgspec.Struct, array_like=True, frozen=True):
     columns: int
     data: bytes
 
+    @property
+    def values(self) -> int:
+        """Integers in it: what it takes from a ``Budget``."""
+        return self.rows * self.columns
+
 
 class Budget:
     """How many integers may still be unpacked: one budget for all tables of one value."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -147,7 +148,7 @@ def _fixed(copy: SymbolicCopy, degree: int | None) -> _Fixed:
     moves: list[str] = []
     shared = any(axis.dim == REPEAT for axis in copy.axes)
     for dim in range(len(copy.moving) + len(copy.view)):
-        low, slots, how = _along(copy.coordinate(dim), [axis for axis in copy.axes if axis.dim == dim], size)
+        low, slots, how = _along(copy.coordinate(dim), tuple(axis for axis in copy.axes if axis.dim == dim), size)
         lows.append(low)
         axes += [(dim, step, count) for step, count in slots]
         if how is not None:
@@ -159,8 +160,9 @@ def _fixed(copy: SymbolicCopy, degree: int | None) -> _Fixed:
     return _Fixed(tuple(lows), tuple(axes), bool(moves) and not shared, reason)
 
 
+@lru_cache(maxsize=1 << 14)
 def _along(
-    low: sympy.Expr, axes: list[SymbolicAxis], size: sympy.Expr
+    low: sympy.Expr, axes: tuple[SymbolicAxis, ...], size: sympy.Expr
 ) -> tuple[int, list[tuple[int, int]], str | None]:
     """One coordinate over all ranks: least place, (step, count) of every slot, and how the parts meet if they move."""
     fixed = [axis.count.is_Integer and axis.step.is_Integer for axis in axes]
@@ -195,7 +197,7 @@ def _along(
 
 
 def _cyclic(
-    low: sympy.Expr, axes: list[SymbolicAxis], size: sympy.Expr
+    low: sympy.Expr, axes: tuple[SymbolicAxis, ...], size: sympy.Expr
 ) -> tuple[int, list[tuple[int, int]], str | None] | None:
     """Rank r takes every d-th place from r on: the residues of d are a partition."""
     if len(axes) != 1 or axes[0].step != size or not same(low - low.subs(RANK, 0), RANK):
@@ -214,7 +216,7 @@ def _cyclic(
 
 
 def _heads(
-    low: sympy.Expr, axes: list[SymbolicAxis], size: sympy.Expr
+    low: sympy.Expr, axes: tuple[SymbolicAxis, ...], size: sympy.Expr
 ) -> tuple[int, list[tuple[int, int]], str | None] | None:
     """Heads shared out, then replicated: every one is on some rank, on several if ranks are more than heads."""
     floors = low.atoms(sympy.floor)

@@ -23,7 +23,6 @@ import numpy as np
 from layout_algebra.dtypes import IdArray
 from transfer_exec.plan import Plan, Stage
 
-
 _CELLS = 1 << 24
 """Parts whose sizes and offsets are kept; workers that write to each other look at the same regions."""
 

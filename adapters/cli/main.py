@@ -98,7 +98,9 @@ def plan(
         Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
     ] = None,
     buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
-    programs: Annotated[int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")] = None,
+    programs: Annotated[
+        int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Plan an update without hardware: loads against the bound, rounds, sizes of programs, time and memory."""

@@ -116,9 +116,7 @@ def ids_by_tensor(space: CheckpointSpace, source_map: SourceMap) -> set[int]:
     [Megatron(tp=2, pp=3, dp=2, ep=2, etp=2), Megatron(tp=2, cp=2, ep=4), Fsdp(3), Fsdp(4, dp=2)],
     ids=str,
 )
-def test_trainers_hold_everything_and_replicas_the_same(
-    config: dict[str, object], layout: Megatron | Fsdp
-) -> None:
+def test_trainers_hold_everything_and_replicas_the_same(config: dict[str, object], layout: Megatron | Fsdp) -> None:
     model = model_of(config)
     space = model.space()
     maps = trainer_maps(model, space, layout)

@@ -90,9 +90,7 @@ def test_message_overheads_add_up_in_a_stage() -> None:
 
 def test_packing_and_assembling_take_their_time() -> None:
     flows = [Flow(0, "t", "a", 8)]
-    line = simulate(
-        traffic(flows, packed=8), cluster(2.0, "t", "a"), pack_bytes_per_s=4.0, assemble_bytes_per_s=8.0
-    )
+    line = simulate(traffic(flows, packed=8), cluster(2.0, "t", "a"), pack_bytes_per_s=4.0, assemble_bytes_per_s=8.0)
     assert line.end_to_end_s == 2.0 + 4.0 + 1.0
     # In four rounds 1 s of bytes each; packing (0.5 s) and assembling (0.25 s) run beside them.
     line = simulate(
