@@ -110,7 +110,7 @@ def _plan_table(report: PlanReport) -> Table:
         "trainers send": f"{report.trainer_copies_sent:.4f} copies",
         "a node receives": f"at most {report.node_ingress_over_need:.4f} of what it needs",
         "programs": f"{report.programs} of {report.trainers + report.rollouts} compiled, "
-        f"the largest {report.program_bytes_max / 2**10:,.0f} KiB, together {report.program_bytes_sum / 2**20:,.1f} MiB",
+        f"largest {report.program_bytes_max / 2**10:,.0f} KiB, together {report.program_bytes_sum / 2**20:,.1f} MiB",
         "seconds": f"maps {report.map_seconds:.2f}, correspondence {report.correspond_seconds:.2f}, "
         f"plan {report.plan_seconds:.2f}, programs {report.program_seconds:.2f}",
         "peak memory": f"{report.peak_rss_bytes / 2**30:.2f} GiB",
