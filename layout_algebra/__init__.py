@@ -2,12 +2,15 @@
 
 Read in this order: ``space`` (elements get numbers), ``slice_copy`` (the atom), ``canonical`` (its normal form),
 ``source_map`` (what one worker holds), ``runs`` (sets of ids), ``correspondence`` (who holds what somebody needs),
-``fingerprint`` (digests that no layout changes); ``residues``, ``diff2`` and ``recover`` are how a map is found.
+``fingerprint`` (digests that no layout changes), ``symbolic`` (layouts as formulas in rank and degree; needs sympy, so
+it is imported by its own name); ``residues``, ``diff2`` and ``recover`` are how a map is found.
 """
 
 from layout_algebra.correspondence import Correspondence, DemandClass, correspond
 from layout_algebra.errors import (
+    CorrespondenceBytesError,
     CorrespondenceError,
+    FormulaError,
     LayoutError,
     LoaderRaisedError,
     LoaderWroteNothingError,
@@ -28,9 +31,11 @@ __all__ = [
     "CheckpointSpace",
     "CopyTable",
     "Correspondence",
+    "CorrespondenceBytesError",
     "CorrespondenceError",
     "Coverage",
     "DemandClass",
+    "FormulaError",
     "LayoutError",
     "LoaderRaisedError",
     "LoaderWroteNothingError",
