@@ -56,6 +56,12 @@ def fair_rates(
         left = kept
         if left == 0:
             break
+        if least == np.inf:
+            # Only links without a limit are left; taking from them would make numbers that compare with nothing.
+            for position in range(count):
+                if rates[position] < 0.0:
+                    rates[position] = np.inf
+            break
         least = max(least, 0.0)
         for position in range(left):
             link = used[position]

@@ -99,7 +99,7 @@ def test_figure_two() -> None:
     }  # fmt: skip
     assert pairs == {(f"trainer/{rank}", f"engine/0/{rank}") for rank in range(4)}, "one to one"
     _, holders, needers = cross.maps()
-    holding = {needer: set() for needer in needers}
+    holding: dict[str, set[str]] = {needer: set() for needer in needers}
     for group in correspond(holders, needers).classes:
         for needer in group.needers:
             holding[needer] |= set(group.holders)

@@ -26,8 +26,8 @@ def traffic(
     flows: list[Flow], *, rounds: int = 1, stages: tuple[str, ...] = ("one", "two"), packed: int = 0
 ) -> Traffic:
     names = sorted({name for flow in flows for name in (flow.source, flow.target)})
-    holders = tuple(name for name in names if name.startswith("t"))
-    needers = tuple(name for name in names if not name.startswith("t"))
+    holders = tuple(name for name in names if name in ("t", "u"))
+    needers = tuple(name for name in names if name not in ("t", "u"))
     return Traffic("case", holders, needers, stages, tuple(sorted(flows)), {"t": packed} if packed else {}, rounds, 1.0)
 
 
@@ -170,3 +170,10 @@ def test_small_messages_late_on_the_clock_arrive(depth: int) -> None:
     flows = [Flow(0, "t", "a", 4_000_000_000), Flow(0, "t", "b", 1_001), Flow(1, "a", "b", 1_003), Flow(1, "b", "c", 7)]
     line = simulate(traffic(flows, rounds=7), cluster(50e9, "t", "a", "b", "c"), depth=depth, round_overhead_s=1e-3)
     assert 0.08 <= line.end_to_end_s < 0.1
+
+
+def test_several_messages_over_links_without_a_limit() -> None:
+    node = Node.of("n", ["t", "u", "a", "b"], nic_bytes_per_s=1.0, local_bytes_per_s=math.inf)
+    flows = [Flow(0, "t", "a", 8), Flow(0, "t", "b", 8), Flow(0, "u", "a", 8), Flow(0, "u", "b", 8)]
+    line = simulate(traffic([*flows, Flow(1, "a", "b", 8)], rounds=3), Topology([node]), round_overhead_s=1.0)
+    assert line.end_to_end_s == 3.0

@@ -1,0 +1,93 @@
+"""`transload plan` and `transload simulate`: their keys, their tables, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adapters.cli.main import app
+from adapters.deployments import read_deployment
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "deployments"
+FIGURE = FOLDER / "figure2-cross.toml"
+PLAN_KEYS = {
+    "link_load_over_bound", "trainer_copies_sent", "node_ingress_over_need", "rounds", "plan_seconds",
+    "peak_rss_bytes", "program_bytes_max",
+}  # fmt: skip
+SIMULATION_KEYS = {"end_to_end_over_bound", "stall_over_bound", "binding_link"}
+
+
+def run(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return done.output
+
+
+def test_plan_as_json() -> None:
+    found = json.loads(run("plan", FIGURE, "--json"))
+    assert found.keys() >= PLAN_KEYS
+    assert found["link_load_over_bound"] <= 1.02
+    assert found["trainer_copies_sent"] == 1.0
+    assert found["node_ingress_over_need"] == 1.0
+    assert found["programs"] == 8
+    assert found["program_bytes_max"] > 0
+    smaller = json.loads(run("plan", FIGURE, "--json", "--buffer", 1024, "--programs", 1))
+    assert smaller["rounds"] > found["rounds"]
+    assert smaller["programs"] == 1
+
+
+def test_simulate_as_json_with_baselines() -> None:
+    found = json.loads(run("simulate", FIGURE, "--json", "--compare", "--round-overhead", 0, "--depth", 3))
+    assert found.keys() >= SIMULATION_KEYS
+    assert (found["depth"], found["round_overhead_s"]) == (3, 0.0)
+    assert set(found["baselines"]) == {"gather and broadcast", "first holder", "round robin"}
+    for line in found["baselines"].values():
+        assert line.keys() >= SIMULATION_KEYS
+        assert line["end_to_end_over_bound"] >= found["end_to_end_over_bound"] * 0.999
+    assert "baselines" not in json.loads(run("simulate", FIGURE, "--json"))
+
+
+def test_tables() -> None:
+    assert "trainers send" in run("plan", FIGURE)
+    table = run("simulate", FIGURE, "--compare")
+    assert "round robin" in table
+    assert "Nothing here was measured" in table
+
+
+def test_saved_maps_give_the_same_plan(tmp_path: Path) -> None:
+    deployment = read_deployment(FIGURE)
+    _, holders, needers = deployment.maps()
+    for worker, each in {**holders, **needers}.items():
+        (tmp_path / f"{worker.replace('/', '-')}.map").write_bytes(each.to_bytes())
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        "[uniform]\ntrainers = 4\nengines = 2\nengine_size = 2\nworkers_per_node = 4\n"
+        "nic_bytes_per_s = 50e9\nlocal_bytes_per_s = 450e9\n"
+    )
+    ours = json.loads(run("plan", "--maps", tmp_path, "--topology", cluster, "--json"))
+    theirs = json.loads(run("plan", FIGURE, "--json"))
+    for key in ("bound_s", "load_s", "routes", "rounds", "program_bytes_max", "model_bytes", "distinct_maps"):
+        assert ours[key] == theirs[key], key
+    assert "simulated" in run("simulate", "--maps", tmp_path, "--topology", cluster)
+    (tmp_path / "engine-1-0.map").write_bytes(b"no map")
+    assert "engine-1-0.map" in run("plan", "--maps", tmp_path, "--topology", cluster, code=2)
+    (tmp_path / "engine-1-0.map").unlink()
+    assert "it is the map of engine/1/0" in run("plan", "--maps", tmp_path, "--topology", cluster, code=2)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_errors_name_the_place(tmp_path: Path, command: str) -> None:
+    assert "deployment file" in run(command, code=2)
+    assert "--topology" in run(command, "--maps", tmp_path, code=2)
+    assert "cannot be read" in run(command, tmp_path / "none.toml", code=2)
+    path = tmp_path / "mine.toml"
+    path.write_text(FIGURE.read_text().replace("nodes = 1", "nodes = 3", 1))
+    assert "mine.toml: trainer: tp 2" in run(command, path, code=2)
+    assert "buffer_bytes is 1" in run(command, FIGURE, "--buffer", 1, code=2)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("[uniform]\ntrainer = 4\n")
+    assert "cluster.toml" in run(command, FIGURE, "--topology", cluster, code=2)
