@@ -229,7 +229,7 @@ def box_text(shape: tuple[int, ...], start: int, length: int, stride: int, count
     """Stretches at equal distances as numpy indexes them.
 
     >>> box_text((4, 6), 2, 3, 6, 4), box_text((4, 6), 6, 6, 12, 2)
-    ('[0:4, 2:5]', '[1:2, :] and 1 more, 12 apart')
+    ('[:, 2:5]', '[1:2, :] and 1 more, 12 apart')
     """
     if count == 1:
         return index_text(shape, start, start + length)
@@ -237,5 +237,6 @@ def box_text(shape: tuple[int, ...], start: int, length: int, stride: int, count
     row, column = divmod(start, width)
     if len(shape) == 2 and stride == width and column + length <= width:
         columns = ":" if length == width else f"{column}:{column + length}"
-        return f"[{row}:{row + count}, {columns}]"
+        rows = ":" if count == shape[0] else f"{row}:{row + count}"
+        return f"[{rows}, {columns}]"
     return f"{index_text(shape, start, start + length)} and {count - 1} more, {stride} apart"

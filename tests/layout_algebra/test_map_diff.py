@@ -53,7 +53,7 @@ def test_columns_of_many_rows_are_one_range() -> None:
     right = declare(
         space, {"p": concatenate([w.take(1, 0, 3), v.take(1, 4, 5)], axis=1), "q": w.transpose().transpose()}
     )
-    assert [str(each) for each in differences(left, right)] == ["p[0:4096, 3:4]: w[0:4096, 3:4] / v[0:4096, 4:5]"]
+    assert [str(each) for each in differences(left, right)] == ["p[:, 3:4]: w[:, 3:4] / v[:, 4:5]"]
 
 
 def test_swapped_experts_are_told_apart() -> None:

@@ -13,7 +13,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layout_algebra.blocks import concatenate, declare, whole
+from layout_algebra.blocks import concatenate, declare, stack, whole
 from layout_algebra.errors import FormulaError, LayoutError
 from layout_algebra.formulas import DEGREE, RANK, formula_of, show, tokens_of, value_of
 from layout_algebra.map_bytes import MAX_BYTES
@@ -332,6 +332,76 @@ def test_a_trillion_parameters() -> None:
         "model.layers.1.mlp.experts.w13_weight[e, 0:2048, :] = "
         "model.layers.1.mlp.experts.{12*r+e}.gate_proj.weight[:, :] for e in 0:12"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A random layout: what is done to every tensor, to all of them, and how they are put together."""
+
+    space: CheckpointSpace
+    cuts: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+    joined: str
+    axis: int
+    padding: int
+
+    def at(self, rank: int, degree: int) -> SourceMap:
+        parts = []
+        for name, (cut, axis) in zip(self.space.names, self.cuts, strict=True):
+            part = whole(self.space, name)
+            if cut == "shard":
+                part = part.shard(axis, rank, degree)
+            elif cut == "chunk":
+                part = part.chunk(axis, rank, degree)
+            elif cut == "half":
+                part = part.take(axis, 0, part.shape[axis] // 2)
+            parts.append(part.transpose(*self.order))
+        if self.joined == "concatenated":
+            made = {"p": concatenate(parts, self.axis)}
+        elif self.joined == "stacked":
+            made = {"p": stack(parts)}
+        else:
+            made = {f"p{k}": part for k, part in enumerate(parts)}
+        return declare(self.space, {n: part.pad(0, part.shape[0] + self.padding) for n, part in made.items()})
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Tensors alike, each cut the same way or none, so that they can be put together on every rank."""
+    shape = tuple(draw(st.lists(st.sampled_from([5, 6, 12, 24]), min_size=1, max_size=3)))
+    count = draw(st.integers(1, 3))
+    space = CheckpointSpace(TensorSpec(f"t.{k}", shape, "BF16") for k in range(count))
+    axis = draw(st.integers(0, len(shape) - 1))
+    kinds = ["chunk", "half", "whole", *(["shard"] if shape[axis] % 12 == 0 else [])]
+    cut = (draw(st.sampled_from(kinds)), axis)
+    order = tuple(draw(st.permutations(range(len(shape)))))
+    joined = draw(st.sampled_from(["apart", "concatenated", "stacked"]))
+    return Program(
+        space, (cut,) * count, order, joined, draw(st.integers(0, len(shape) - 1)), draw(st.sampled_from([0, 3]))
+    )
+
+
+def found_or_refusal(family: SymbolicMap, rank: int, degree: int) -> SourceMap | FormulaError:
+    try:
+        return family.instantiate(rank, degree)
+    except FormulaError as error:
+        return error
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs(), st.sampled_from([2, 3, 4]))
+def test_random_layouts_are_foretold_or_refused_never_wrong(program: Program, unseen: int) -> None:
+    degrees = (1, 2, 3, 4, 6)
+    maps = {(rank, degree): program.at(rank, degree) for degree in degrees for rank in range(degree)}
+    family = fit({point: held for point, held in maps.items() if point[1] != unseen})
+    for (rank, degree), held in maps.items():
+        made = found_or_refusal(family, rank, degree)
+        if isinstance(made, SourceMap):
+            assert made.digest() == held.digest(), (rank, degree)
+        else:
+            # Degrees that divide evenly do not show that others are rounded up.
+            assert degree == unseen
+            assert "no whole number" in str(made)
 
 
 # Formulas themselves.
