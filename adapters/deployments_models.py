@@ -7,7 +7,7 @@ per expert. A *rule* says how tensor and expert parallelism cut a parameter; ``d
 ...                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 10})
 >>> space = model.space()
 >>> len(space), space.total_elements
-(25, 1372)
+(25, 1360)
 >>> [parameter.name for parameter in model.layers[0].parameters][:3]
 ['self_attn.qkv_proj', 'self_attn.o_proj', 'self_attn.q_norm']
 """

@@ -33,12 +33,19 @@ from transfer_exec.demand import place_demand
 from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Route
-from transfer_exec.rounds import count_rounds
+from transfer_exec.rounds import count_rounds, rounds_worth
 from transfer_exec.routes import make_routes
 from transfer_exec.topology import Topology
 
 
-def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_bytes: int) -> Plan:
+def make_plan(
+    correspondence: Correspondence,
+    topology: Topology,
+    *,
+    buffer_bytes: int,
+    round_overhead_s: float | None = None,
+    depth: int = 2,
+) -> Plan:
     """Plan one update of all needers.
 
     Parameters
@@ -49,6 +56,11 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
         Where the workers are; every one of the correspondence's must be in it.
     buffer_bytes
         Budget per worker and round, for what it receives in one stage and for the distinct bytes it packs.
+    round_overhead_s
+        What a round costs a worker; then there may be more rounds than the budget needs, to fill the pipeline sooner
+        (``rounds_worth``). By default as few as fit.
+    depth
+        Rounds under way at once, which that choice depends on.
 
     Returns
     -------
@@ -60,7 +72,7 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
     UnheldError
         If somebody needs an element that nobody holds.
     BudgetError
-        If one element does not fit into ``buffer_bytes``.
+        If one element does not fit into ``buffer_bytes``, the overhead is negative or the depth below 1.
     TopologyError
         If a worker is in no node.
     """
@@ -70,13 +82,14 @@ def make_plan(correspondence: Correspondence, topology: Topology, *, buffer_byte
     division = balance(demands, links, bound_s=bound.seconds)
     routes = make_routes(correspondence, demands, division.shares, links)
     load_s = largest_load_s(routes, links)
+    at_least = 1 if round_overhead_s is None else rounds_worth(load_s, round_overhead_s, depth)
     plan = Plan(
         space_digest=correspondence.space.digest(),
         holders=correspondence.holders,
         needers=correspondence.needers,
         nodes=links.node,
         routes=routes,
-        rounds=count_rounds(routes, buffer_bytes),
+        rounds=count_rounds(routes, buffer_bytes, at_least=at_least),
         buffer_bytes=buffer_bytes,
         lower_bound_s=bound.seconds,
         bound_link=bound.link,

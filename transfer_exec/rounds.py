@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,34 @@ from transfer_exec.schedule import Schedule
 
 _CELLS = 1 << 22
 """Entry-round pairs looked at in one step."""
+_MOST_WORTH = 64
+"""Rounds past which the pipeline's filling no longer matters."""
 _PATIENCE = 64
 """Numbers of rounds tried one by one before the steps grow."""
 
 
-def count_rounds(routes: Sequence[Route], buffer_bytes: int) -> int:
-    """The smallest number of rounds in which everything fits.
+def rounds_worth(load_s: float, round_overhead_s: float, depth: int) -> int:
+    """The number of rounds that costs least beside the load itself, buffers aside.
+
+    With ``depth`` rounds under way, up to three stages overlap, and the stages before and after the overlap show:
+    about ``(min(depth, 3) - 1) * load_s / rounds``. Each round costs ``round_overhead_s`` at most. The sum is least
+    where both are equal. One round at a time overlaps nothing, so more of them never help.
+
+    >>> rounds_worth(0.16, 1e-3, 2), rounds_worth(0.16, 1e-4, 2), rounds_worth(0.16, 1e-3, 1)
+    (13, 40, 1)
+    """
+    if not 0 <= round_overhead_s < math.inf:
+        raise BudgetError(f"round_overhead_s is {round_overhead_s!r}; expected seconds of at least 0")
+    if depth < 1:
+        raise BudgetError(f"depth is {depth!r}; expected at least one round under way")
+    showing_s = (min(depth, 3) - 1) * load_s
+    if not showing_s:
+        return 1
+    return min(_MOST_WORTH, max(1, round(math.sqrt(showing_s / round_overhead_s)))) if round_overhead_s else _MOST_WORTH
+
+
+def count_rounds(routes: Sequence[Route], buffer_bytes: int, *, at_least: int = 1) -> int:
+    """The smallest number of rounds, but ``at_least`` so many if there are so many elements, in which everything fits.
 
     In every round no worker may receive more than ``buffer_bytes`` in one stage, nor pack more distinct bytes. If
     the first 64 candidates fail, which takes many routes of few elements, later ones are tried in growing steps,
@@ -43,8 +66,8 @@ def count_rounds(routes: Sequence[Route], buffer_bytes: int) -> int:
         )
     sizes = np.array([route.runs.elements for route in routes], dtype=np.int64)
     buffers = Buffers.of(routes)
-    rounds = max(1, -(-int(buffers.use(sizes[:, None]).max()) // buffer_bytes))
     enough = int(sizes.sum())
+    rounds = max(1, min(at_least, enough), -(-int(buffers.use(sizes[:, None]).max()) // buffer_bytes))
     tried = 0
     while rounds < enough and buffers.largest_use(sizes, rounds) > buffer_bytes:
         tried += 1

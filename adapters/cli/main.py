@@ -98,6 +98,8 @@ def plan(
         Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
     ] = None,
     buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Rounds under way at once.")] = None,
+    round_overhead: Annotated[float | None, typer.Option(min=0.0, help="Seconds that a round costs a worker.")] = None,
     programs: Annotated[
         int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")
     ] = None,
@@ -107,7 +109,16 @@ def plan(
     from adapters.cli.plan_commands import PlanCommandError, run_plan
 
     try:
-        run_plan(file, maps=maps, topology=topology, buffer_bytes=buffer, sample=programs, as_json=as_json)
+        run_plan(
+            file,
+            maps=maps,
+            topology=topology,
+            buffer_bytes=buffer,
+            depth=depth,
+            round_overhead_s=round_overhead,
+            sample=programs,
+            as_json=as_json,
+        )
     except PlanCommandError as error:
         _fail(str(error))
 

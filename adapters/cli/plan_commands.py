@@ -30,6 +30,8 @@ def run_plan(
     maps: Path | None,
     topology: Path | None,
     buffer_bytes: int | None,
+    depth: int | None,
+    round_overhead_s: float | None,
     sample: int | None,
     as_json: bool,
 ) -> None:
@@ -42,8 +44,8 @@ def run_plan(
     """
     try:
         source = load_source(file, maps=maps, topology=topology)
-        settings = _settings(source, buffer_bytes, None, None)
-        _, report = report_plan(source, buffer_bytes=settings.buffer_bytes, sample=sample)
+        settings = _settings(source, buffer_bytes, depth, round_overhead_s)
+        _, report = report_plan(source, settings, sample=sample)
     except (DeploymentError, TransferError, LayoutError) as error:
         raise PlanCommandError(f"transload plan: {error}") from error
     _print(report, as_json=as_json)
@@ -70,7 +72,13 @@ def run_simulate(
     try:
         source = load_source(file, maps=maps, topology=topology)
         settings = _settings(source, buffer_bytes, depth, round_overhead_s)
-        plan = make_plan(source.correspondence, source.topology, buffer_bytes=settings.buffer_bytes)
+        plan = make_plan(
+            source.correspondence,
+            source.topology,
+            buffer_bytes=settings.buffer_bytes,
+            round_overhead_s=settings.round_overhead_s,
+            depth=settings.depth,
+        )
         report = report_simulation(source, plan, settings, compare=compare)
     except (DeploymentError, TransferError, LayoutError) as error:
         raise PlanCommandError(f"transload simulate: {error}") from error
@@ -93,7 +101,7 @@ def _print(report: PlanReport | SimulationReport, *, as_json: bool) -> None:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return
     made = _plan_table(report) if isinstance(report, PlanReport) else _simulation_table(report)
-    Console(highlight=False).print(made)
+    Console(highlight=False, width=max(110, Console().width)).print(made)
 
 
 def _plan_table(report: PlanReport) -> Table:
@@ -132,7 +140,7 @@ def _simulation_table(report: SimulationReport) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("rounds", "end to end\nms", "over\nbound", "stall\nms", "over\nbound"):
         table.add_column(name, justify="right")
-    table.add_column("binding link")
+    table.add_column("binding link", no_wrap=True)
     for name, line in (("plan", report), *report.baselines.items()):
         table.add_row(
             name,

@@ -118,13 +118,13 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def report_plan(source: Source, *, buffer_bytes: int, sample: int | None = None) -> tuple[Plan, PlanReport]:
+def report_plan(source: Source, settings: UpdateSettings, *, sample: int | None = None) -> tuple[Plan, PlanReport]:
     """Make a plan and the programs of its workers.
 
     Parameters
     ----------
-    buffer_bytes
-        Budget per worker and round.
+    settings
+        Budget per worker and round, and what the number of rounds depends on.
     sample
         Compile the programs of about this many workers only, evenly spread. By default those of all up to 64 workers,
         and of four in a larger cluster.
@@ -135,7 +135,13 @@ def report_plan(source: Source, *, buffer_bytes: int, sample: int | None = None)
         As `make_plan` and `compile_program`.
     """
     started = time.perf_counter()
-    plan = make_plan(source.correspondence, source.topology, buffer_bytes=buffer_bytes)
+    plan = make_plan(
+        source.correspondence,
+        source.topology,
+        buffer_bytes=settings.buffer_bytes,
+        round_overhead_s=settings.round_overhead_s,
+        depth=settings.depth,
+    )
     planned = time.perf_counter()
     sizes = program_sizes(plan, source, sample=sample)
     compiled = time.perf_counter()
@@ -149,7 +155,7 @@ def report_plan(source: Source, *, buffer_bytes: int, sample: int | None = None)
         demand_classes=len(source.correspondence.classes),
         routes=len(plan.routes),
         rounds=plan.rounds,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=settings.buffer_bytes,
         bound_s=plan.lower_bound_s,
         bound_link=plan.bound_link,
         optimum_s=plan.optimum_s,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import BudgetError
 from transfer_exec.plan import Hop, Plan, Route, Stage
-from transfer_exec.rounds import count_rounds
+from transfer_exec.rounds import count_rounds, rounds_worth
 
 WORKERS = ("a0", "a1", "b0", "b1")
 WAYS = [
@@ -75,3 +75,25 @@ def test_a_buffer_below_one_element() -> None:
         count_rounds(routes_of([(2, 4, 0), (3, 8, 1)]), 7)
     with pytest.raises(BudgetError, match="buffer_bytes is 0; expected at least 1"):
         count_rounds((), 0)
+
+
+def test_more_rounds_than_the_budget_needs_where_they_are_worth_it() -> None:
+    routes = routes_of([(100, 4, 0)])
+    assert count_rounds(routes, 400) == 1
+    assert count_rounds(routes, 400, at_least=7) == 7
+    assert count_rounds(routes, 400, at_least=1000) == 100, "never more than elements"
+    assert count_rounds(routes, 40, at_least=3) == 10, "the budget counts first"
+
+
+def test_rounds_worth_their_overhead() -> None:
+    """The number is the best of its own estimate."""
+    for load_s, overhead_s, depth in [(0.3, 1e-3, 2), (1.0, 2e-2, 3), (0.01, 1.0, 2)]:
+        showing_s = (min(depth, 3) - 1) * load_s
+        costs = {rounds: showing_s / rounds + rounds * overhead_s for rounds in range(1, 65)}
+        assert costs[rounds_worth(load_s, overhead_s, depth)] <= min(costs.values()) * 1.02
+    assert rounds_worth(1.0, 1e-3, 1) == 1
+    assert rounds_worth(0.0, 1e-3, 2) == 1
+    assert rounds_worth(1.0, 0.0, 2) == 64
+    for bad in [(1.0, -1.0, 2), (1.0, float("nan"), 2), (1.0, 1.0, 0)]:
+        with pytest.raises(BudgetError):
+            rounds_worth(*bad)
