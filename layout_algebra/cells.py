@@ -15,7 +15,7 @@ of that row stands for the same columns of all rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ import numpy.typing as npt
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import expand_runs, merge_intervals
 from layout_algebra.space import CheckpointSpace
+
+_Columns: TypeAlias = tuple[npt.NDArray[np.bool_], IdArray]
+"""Which runs of a layout are equal columns of every row of one tensor, and the tensor that each run begins in."""
 
 
 class Cell(NamedTuple):
@@ -60,8 +63,9 @@ def cut_cells(space: CheckpointSpace, layouts: Sequence[IdArray]) -> list[Cell]:
     """
     if not any(len(runs) for runs in layouts):
         return []
-    period = _periods(space, layouts)
-    covers = [_folded_intervals(space, runs, period) for runs in layouts]
+    columns = [_in_columns(space, runs) for runs in layouts]
+    period = _periods(space, layouts, columns)
+    covers = [_folded_intervals(runs, *found, period) for runs, found in zip(layouts, columns, strict=True)]
     folded = np.flatnonzero(period)
     fold_starts, fold_stops = space.starts[folded], space.starts[folded + 1]
     width_changes = space.starts[np.flatnonzero(np.diff(space.item_bits)) + 1]
@@ -107,17 +111,13 @@ def cut_cells(space: CheckpointSpace, layouts: Sequence[IdArray]) -> list[Cell]:
     ]
 
 
-def _periods(space: CheckpointSpace, layouts: Sequence[IdArray]) -> IdArray:
-    """Row length of every tensor that folds, 0 of the others."""
+def _periods(space: CheckpointSpace, layouts: Sequence[IdArray], columns: Sequence[_Columns]) -> IdArray:
+    """Row length of every tensor that folds, 0 of the others: all its columns agree, and all else takes it whole."""
     period = np.zeros(len(space) + 1, dtype=np.int64)
     refused = np.zeros(len(space) + 1, dtype=np.int64)
-    for runs in layouts:
-        fits, tensor = _in_columns(space, runs)
-        clash = (period[tensor[fits]] > 0) & (period[tensor[fits]] != runs[fits, 2])
-        refused[tensor[fits][clash]] += 1
+    for runs, (fits, tensor) in zip(layouts, columns, strict=True):
         period[tensor[fits]] = runs[fits, 2]
-    for runs in layouts:
-        fits, tensor = _in_columns(space, runs)
+    for runs, (fits, tensor) in zip(layouts, columns, strict=True):
         agree = period[tensor[fits]] == runs[fits, 2]
         refused[tensor[fits][~agree]] += 1
         plain = merge_intervals(expand_runs(runs[~fits]))
@@ -129,7 +129,7 @@ def _periods(space: CheckpointSpace, layouts: Sequence[IdArray]) -> IdArray:
     return period[:-1]
 
 
-def _in_columns(space: CheckpointSpace, runs: IdArray) -> tuple[npt.NDArray[np.bool_], IdArray]:
+def _in_columns(space: CheckpointSpace, runs: IdArray) -> _Columns:
     """Which runs are equal columns of every row of one tensor, and the tensor that each run begins in."""
     tensor = np.searchsorted(space.starts, runs[:, 0], side="right") - 1
     offset = runs[:, 0] - space.starts[tensor]
@@ -138,9 +138,8 @@ def _in_columns(space: CheckpointSpace, runs: IdArray) -> tuple[npt.NDArray[np.b
     return fits, tensor
 
 
-def _folded_intervals(space: CheckpointSpace, runs: IdArray, period: IdArray) -> IdArray:
+def _folded_intervals(runs: IdArray, fits: npt.NDArray[np.bool_], tensor: IdArray, period: IdArray) -> IdArray:
     """A layout's intervals, of folded tensors only those of the first row."""
-    fits, tensor = _in_columns(space, runs)
     folds = fits & (period[np.minimum(tensor, len(period) - 1)] > 0)
     return merge_intervals(np.concatenate([_plain(runs[folds]), expand_runs(runs[~folds])]))
 

@@ -15,7 +15,7 @@ RunTable([4, 1, 1, 1], [11, 1, 1, 1])
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -147,10 +147,6 @@ class RunTable:
         edges = [0, *cuts, self.elements]
         return tuple(self.slice(first, last) for first, last in pairwise(edges))
 
-    def every(self, step: int, offset: int) -> RunTable:
-        """The ids whose rank is ``offset`` modulo ``step``."""
-        return RunTable.from_ids(self.ids()[offset::step])
-
 
 def expand_ranges(starts: IdArray, lengths: IdArray) -> IdArray:
     """Concatenate ``arange(start, start + length)`` for every pair, without a Python loop."""
@@ -184,11 +180,6 @@ def overlaps(left: IdArray, right: IdArray) -> tuple[IdArray, IdArray]:
     last = np.searchsorted(right[:, 0], left[:, 1], side="left")
     counts = np.maximum(last - first, 0)
     return np.repeat(np.arange(len(left)), counts), expand_ranges(first, counts)
-
-
-def total_elements(tables: Iterable[RunTable]) -> int:
-    """Sum of the tables' sizes."""
-    return sum(table.elements for table in tables)
 
 
 def expand_runs(runs: IdArray) -> IdArray:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import RunTable, overlaps
+from layout_algebra.runs import overlaps
 from layout_algebra.slice_copy import CopyTable
 
 
@@ -43,10 +43,6 @@ class StripTable:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def held(self) -> RunTable:
-        """The set of ids."""
-        return RunTable.from_intervals(np.stack([self.rows[:, 0], self.rows[:, 0] + self.rows[:, 1]], axis=1))
 
     def disjoint(self) -> StripTable:
         """One home for each id: what an earlier strip already holds is cut from the later ones."""

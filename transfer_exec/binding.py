@@ -18,7 +18,6 @@ import numpy as np
 
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.runs import expand_ranges
-from transfer_exec.conversions import SOURCE_BYTES, TARGET_BYTES
 from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column, GatherTable, fold_rows
 from transfer_exec.kernels.base import RowColumn
@@ -161,13 +160,6 @@ def bind(
     out[:, [RowColumn.LENGTH, RowColumn.COUNT, RowColumn.CODE]] = rows[:, [Column.LENGTH, Column.COUNT, Column.CODE]]
     bounds = np.searchsorted(rounds, np.arange(len(table.bounds))).astype(np.int64)
     return BoundTable(out, bounds)
-
-
-def row_bytes(rows: IdArray) -> tuple[int, int]:
-    """Bytes that some bound rows read and write."""
-    elements = rows[:, RowColumn.LENGTH] * rows[:, RowColumn.COUNT]
-    code = rows[:, RowColumn.CODE]
-    return int((elements * SOURCE_BYTES[code]).sum()), int((elements * TARGET_BYTES[code]).sum())
 
 
 def _locate(worker: str, tensor: ProgramTensor, given: object, *, writes: bool) -> LiveTensor:

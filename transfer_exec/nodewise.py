@@ -68,7 +68,7 @@ class _OverNodes:
     """The first program: holders one by one, rollouts by node."""
 
     def __init__(self, demands: Sequence[Demand], links: Links, unit_s: float) -> None:
-        self._demands, self._links = demands, links
+        self._links = links
         doors = {site.node: site.doors for demand in demands for site in demand.remote}
         egress: dict[int, int] = {}
         ingress: dict[int, int] = {}

@@ -158,12 +158,9 @@ def _paired(share: Shares, links: Links) -> tuple[_Line, _Line]:
         return _line(holders), _line(first)
     left: list[tuple[int, int]] = []
     right: list[tuple[int, int]] = []
-    remaining = _WHOLE
-    blocks = [(pair, units) for pair, units in zip(share.crossings, _cumulated(share), strict=True)]
-    for ((source, target), _), units in blocks:
+    for ((source, target), _), units in zip(share.crossings, _cumulated(share), strict=True):
         left += _take(holders, units, source, links)
         right += _take(first, units, target, links)
-        remaining -= units
     return _line(left), _line(right)
 
 

@@ -12,6 +12,14 @@ import typer
 
 __all__ = ["app", "main"]
 
+# What `plan` and `simulate` both take.
+_DeploymentFile = Annotated[Path | None, typer.Argument(help="A deployment file.")]
+_SavedMaps = Annotated[Path | None, typer.Option(help="A folder of saved maps instead, <worker>.map.")]
+_TopologyFile = Annotated[Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")]
+_Buffer = Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")]
+_Depth = Annotated[int | None, typer.Option(min=1, help="Rounds under way at once.")]
+_RoundOverhead = Annotated[float | None, typer.Option(min=0.0, help="Seconds that a round costs a worker.")]
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -92,14 +100,12 @@ def bench(
 
 @app.command()
 def plan(
-    file: Annotated[Path | None, typer.Argument(help="A deployment file.")] = None,
-    maps: Annotated[Path | None, typer.Option(help="A folder of saved maps instead, <worker>.map.")] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
-    ] = None,
-    buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Rounds under way at once.")] = None,
-    round_overhead: Annotated[float | None, typer.Option(min=0.0, help="Seconds that a round costs a worker.")] = None,
+    file: _DeploymentFile = None,
+    maps: _SavedMaps = None,
+    topology: _TopologyFile = None,
+    buffer: _Buffer = None,
+    depth: _Depth = None,
+    round_overhead: _RoundOverhead = None,
     programs: Annotated[
         int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")
     ] = None,
@@ -125,14 +131,12 @@ def plan(
 
 @app.command()
 def simulate(
-    file: Annotated[Path | None, typer.Argument(help="A deployment file.")] = None,
-    maps: Annotated[Path | None, typer.Option(help="A folder of saved maps instead, <worker>.map.")] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="A topology file; with --maps, or instead of FILE's own.")
-    ] = None,
-    buffer: Annotated[int | None, typer.Option(min=1, help="Bytes of a worker's buffer in each round.")] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Rounds under way at once.")] = None,
-    round_overhead: Annotated[float | None, typer.Option(min=0.0, help="Seconds that a round costs a worker.")] = None,
+    file: _DeploymentFile = None,
+    maps: _SavedMaps = None,
+    topology: _TopologyFile = None,
+    buffer: _Buffer = None,
+    depth: _Depth = None,
+    round_overhead: _RoundOverhead = None,
     compare: Annotated[bool, typer.Option("--compare", help="Simulate other systems' ways too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
