@@ -108,7 +108,7 @@ class Session:
             raise_failure(self._broken)
 
     def enter_poll(self, step: int | None) -> int | None:
-        """Enter the next poll; the transaction that every rank has stopped here to serve, or None.
+        """Enter the next poll; the transaction that this rank has stopped here to serve, or None.
 
         Raises
         ------
@@ -129,7 +129,8 @@ class Session:
                         )
                     )
                     raise_failure(failure)
-            return self._txn if standing is Standing.SERVE else None
+            # It may have ended before this thread woke; `serve` then says how, as to the ranks that were quicker.
+            return self._txn if standing is Standing.SERVE or self._txn in self._ends else None
 
     def call(self, intent: Intent, metadata: bytes, failure: Failure | None) -> int:
         """Tell the lead that this trainer called an adapter method.

@@ -16,17 +16,20 @@ from adapters.messages import (
     Answer,
     Call,
     Cancel,
+    Committed,
     End,
     FromLead,
     FromRank,
     Gathered,
     Member,
+    ProposeStop,
     Relay,
     Roster,
     SendIntent,
     Stop,
     ToRank,
 )
+from adapters.promise import Propose
 from adapters.session import Session
 from layout_algebra.errors import LoaderRaisedError
 from tests.adapters.crew import wait_for
@@ -167,6 +170,21 @@ def test_a_failure_goes_up_at_once_and_the_end_frees_everybody(trio: Polling) ->
     assert failure == Failure("VersionError", "engine/a/1", "not newer")
     group.say(End(5, failure))
     wait_for(lambda: trio.outcomes == dict.fromkeys(group.names, End(5, failure)))
+
+
+def test_a_rank_that_wakes_after_the_end_hears_how_it_ended() -> None:
+    session = Session("engine/a/0", lambda _: None, deadline_s=10.0)
+    failure = Failure("VersionError", "engine/a/1", "not newer")
+    session.deliver(ProposeStop(5, Propose(1, 1)))
+    with ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(session.enter_poll, None)
+        wait_for(lambda: session.counter == 1)
+        with session._changed:  # the thread that waits cannot wake between the commit and the end
+            session.deliver(Committed(5, 1, 10.0))
+            session.deliver(End(5, failure))
+        assert polling.result(10) == 5
+    assert session.serve(lambda duty: DONE, after=4) == End(5, failure)
+    assert session.enter_poll(None) is None
 
 
 def test_a_probe_that_failed_is_told_when_all_ranks_have_given_up(trio: Polling) -> None:
