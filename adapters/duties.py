@@ -55,7 +55,7 @@ from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.executor import Executor
-from transfer_exec.kernels.base import RowColumn
+from transfer_exec.kernels.base import Job
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
@@ -216,7 +216,6 @@ class Duties:
 
     def _warm_up(self) -> None:
         """Compile, or read from disk, what an update runs, so that the first one stalls nobody for it."""
-        self._kernels.copy_rows(np.empty((0, len(RowColumn)), dtype=np.int64))
         self._digests()
 
     # Update
@@ -311,10 +310,24 @@ class _WatchedKernels:
         """What reports say."""
         return self._kernels.name
 
-    def copy_rows(self, rows: IdArray) -> None:
-        """Copy every row."""
-        self.ran = self.ran or len(rows) > 0
-        self._kernels.copy_rows(rows)
+    def prepare(self, rows: IdArray) -> Job:
+        """Rows that are noted when they run."""
+        job = self._kernels.prepare(rows)
+        return _WatchedJob(self, job) if len(rows) else job
+
+    def before_run(self) -> None:
+        """Rows are about to be copied."""
+        self.ran = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WatchedJob:
+    kernels: _WatchedKernels
+    job: Job
+
+    def run(self) -> None:
+        self.kernels.before_run()
+        self.job.run()
 
 
 def _run_hook(hook: Hook | None, name: str) -> None:

@@ -64,26 +64,6 @@ class LiveTensor:
     keeps: object
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundTable:
-    """Rows for the kernels, for every round.
-
-    Attributes
-    ----------
-    rows
-        int64, shape ``(n, 9)``, columns as in `RowColumn`.
-    bounds
-        Rows ``bounds[k]:bounds[k + 1]`` belong to round k; shape ``(rounds + 1,)``.
-    """
-
-    rows: IdArray
-    bounds: IdArray
-
-    def of_round(self, number: int) -> IdArray:
-        """The rows of one round."""
-        return self.rows[self.bounds[number] : self.bounds[number + 1]]
-
-
 def live_tensors(
     program: Program, memory: Mapping[str, object], staged: Mapping[str, object] | None = None
 ) -> tuple[LiveTensor, ...]:
@@ -124,7 +104,7 @@ def live_tensors(
 
 def bind(
     table: GatherTable, tensors: Sequence[LiveTensor], buffer_addresses: Sequence[int], *, packing: bool
-) -> BoundTable:
+) -> list[IdArray]:
     """Turn gather rows into rows of addresses.
 
     Parameters
@@ -137,6 +117,11 @@ def bind(
         Of the four buffers.
     packing
         Tensors are the source; otherwise they are the target.
+
+    Returns
+    -------
+    list
+        Of every round, its rows in order of tensors' addresses: int64, shape ``(n, 9)``, columns as in `RowColumn`.
     """
     rounds = np.repeat(np.arange(len(table.bounds) - 1), np.diff(table.bounds))
     even = np.array([len(tensor.axes) == 1 for tensor in tensors], dtype=bool)
@@ -158,8 +143,7 @@ def bind(
     begins = np.array(buffer_addresses, dtype=np.int64)[rows[:, Column.BUFFER]]
     out[:, RowColumn.TARGET if packing else RowColumn.SOURCE] += begins
     out[:, [RowColumn.LENGTH, RowColumn.COUNT, RowColumn.CODE]] = rows[:, [Column.LENGTH, Column.COUNT, Column.CODE]]
-    bounds = np.searchsorted(rounds, np.arange(len(table.bounds))).astype(np.int64)
-    return BoundTable(out, bounds)
+    return np.split(out, np.searchsorted(rounds, np.arange(1, len(table.bounds) - 1)))
 
 
 def _locate(worker: str, tensor: ProgramTensor, given: object, *, writes: bool) -> LiveTensor:

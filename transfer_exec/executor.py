@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import dtype_of
-from transfer_exec.binding import BoundTable, bind, live_tensors
+from transfer_exec.binding import bind, live_tensors
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
 from transfer_exec.kernels.base import Kernels
@@ -89,8 +89,10 @@ class Executor:
         self._tensors = live_tensors(program, memory, self._staged)
         self._buffers = open_buffers(program, transport)
         addresses = self._buffers.addresses
-        self._pack: BoundTable = bind(program.pack, self._tensors, addresses, packing=True)
-        self._assemble: BoundTable = bind(program.assemble, self._tensors, addresses, packing=False)
+        self._pack, self._assemble = (
+            [self._kernels.prepare(rows) for rows in bind(table, self._tensors, addresses, packing=packing)]
+            for table, packing in ((program.pack, True), (program.assemble, False))
+        )
         self._endpoint = transport.endpoint(program.plan_digest)
         self._connected: set[str] = set()
         self._newest = -1
@@ -202,7 +204,7 @@ class Executor:
         if unknown:
             raise TransportError(f"{self._program.worker}: is not connected to {', '.join(unknown)}")
         self._newest = version
-        update = Update(self._program, self._transport, self._kernels, self._buffers, version)
+        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version)
         return update.steps(self._pack, self._assemble)
 
     def abort(self, reason: str) -> None:

@@ -16,10 +16,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from transfer_exec.binding import BoundTable
 from transfer_exec.buffers import Buffers
 from transfer_exec.errors import TransportError
-from transfer_exec.kernels.base import Kernels
+from transfer_exec.kernels.base import Job
 from transfer_exec.plan import Stage
 from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, Program, Release, Write
 from transfer_exec.regions import Buffer
@@ -61,15 +60,15 @@ class Update:
 
     Parameters
     ----------
-    program, transport, kernels, buffers
+    program, transport, buffers
         Connected and bound.
+    kernels
+        Name of the backend, for the report.
     version
         Which.
     """
 
-    def __init__(
-        self, program: Program, transport: Transport, kernels: Kernels, buffers: Buffers, version: int
-    ) -> None:
+    def __init__(self, program: Program, transport: Transport, kernels: str, buffers: Buffers, version: int) -> None:
         self._program = program
         self._transport = transport
         self._kernels = kernels
@@ -84,8 +83,8 @@ class Update:
         self._first_byte_at: float | None = None
         self._last_byte_at: float | None = None
 
-    def steps(self, pack: BoundTable, assemble: BoundTable) -> Steps:
-        """All rounds, with the kernels' rows for packing and assembling."""
+    def steps(self, pack: Sequence[Job], assemble: Sequence[Job]) -> Steps:
+        """All rounds, with each round's prepared packing and assembling."""
         started_at = time.monotonic()
         if self._program.release is not None:
             self._signal_release(self._program.release, self._base)
@@ -95,11 +94,11 @@ class Update:
                 match step:
                     case Pack():
                         begun = time.monotonic()
-                        self._kernels.copy_rows(pack.of_round(number))
+                        pack[number].run()
                         self._pack_s += time.monotonic() - begun
                     case Assemble():
                         begun = time.monotonic()
-                        self._kernels.copy_rows(assemble.of_round(number))
+                        assemble[number].run()
                         self._assemble_s += time.monotonic() - begun
                     case Await():
                         yield from self._await(step, number)
@@ -199,7 +198,7 @@ class Update:
             worker=self._program.worker,
             version=self._version,
             transport=self._transport.name,
-            kernels=self._kernels.name,
+            kernels=self._kernels,
             rounds=self._program.rounds,
             bytes_sent=_three(self._sent),
             bytes_received=_three(self._received),

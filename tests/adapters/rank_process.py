@@ -16,7 +16,6 @@ from threading import active_count
 
 from adapters.receiver import ReceiverAdapter
 from adapters.sender import PendingUpdate, SenderAdapter
-from layout_algebra.dtypes import IdArray
 from tests.adapters.crew import compile_kernels
 from tests.adapters.toy import Holding, copy_of, rollout, same_bits, trainer
 
@@ -147,14 +146,14 @@ class Rollout:
         """End this process in the middle of an update: when parameters are about to be written for the n-th time."""
         assert self._receiver is not None
         kernels = self._receiver._duties._kernels
-        copy_rows, count = kernels.copy_rows, iter(range(10**6))
+        before_run, count = kernels.before_run, iter(range(10**6))
 
-        def copy_or_die(rows: IdArray) -> None:
+        def run_or_die() -> None:
             if next(count) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            copy_rows(rows)
+            before_run()
 
-        kernels.copy_rows = copy_or_die  # type: ignore[method-assign]
+        kernels.before_run = run_or_die  # type: ignore[method-assign]
 
     def leave(self) -> int:
         assert self._receiver is not None

@@ -21,6 +21,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.compiler import compile_program
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
 from transfer_exec.executor import Executor
+from transfer_exec.kernels.base import Job
 from transfer_exec.plan import Plan, Stage
 from transfer_exec.planner import make_plan
 from transfer_exec.regions import Buffer
@@ -153,16 +154,17 @@ def test_a_buffer_is_not_written_before_its_reader_has_copied() -> None:
     slow = executors["engine/0/1"]
     seen: list[bool] = []
 
-    class SlowKernels:
-        name = "slow"
+    class SlowJob:
+        def __init__(self, job: Job) -> None:
+            self._job = job
 
-        def copy_rows(self, rows: np.ndarray) -> None:
+        def run(self) -> None:
             received = {buffer: slow.buffers.memory[buffer].copy() for buffer in Buffer}
             time.sleep(0.01)
             seen.append(all(np.array_equal(received[b], slow.buffers.memory[b]) for b in Buffer))
-            executors["engine/0/0"]._kernels.copy_rows(rows)
+            self._job.run()
 
-    slow._kernels = SlowKernels()
+    slow._assemble = [SlowJob(job) for job in slow._assemble]
     for version in (0, 1):
         truth = set_version(memory, version)
         run_threads(executors, version)

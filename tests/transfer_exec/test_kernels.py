@@ -26,7 +26,7 @@ def convert(values: torch.Tensor, source: str, target: str) -> torch.Tensor:
     out = torch.zeros(len(values), dtype=FLOATS[target])
     code = code_of(source, target)
     row = [values.data_ptr(), values.element_size(), 0, out.data_ptr(), out.element_size(), 0, len(values), 1, code]
-    CpuKernels().copy_rows(np.array([row], dtype=np.int64))
+    CpuKernels().prepare(np.array([row], dtype=np.int64)).run()
     return out
 
 
@@ -103,9 +103,9 @@ def test_any_strides_agree_with_the_reference(seed: int) -> None:
     source = rng.integers(0, 120, 1 << 17, dtype=np.uint8)  # no exponent of all ones: NaN payloads are compared above
     fast, slow = (np.full(1 << 20, 0xA5, dtype=np.uint8) for _ in range(2))
     rows = random_rows(rng, source, fast, 12)
-    CpuKernels(threads=int(rng.integers(1, 3))).copy_rows(rows)
+    CpuKernels(threads=int(rng.integers(1, 3))).prepare(rows).run()
     rows[:, 3] += slow.ctypes.data - fast.ctypes.data
-    ReferenceKernels().copy_rows(rows)
+    ReferenceKernels().prepare(rows).run()
     assert np.array_equal(fast, slow)
 
 
@@ -118,7 +118,7 @@ def test_threads_share_the_work_and_agree() -> None:
     for target, kernels in ((one, CpuKernels()), (two, CpuKernels(threads=3))):
         bound = np.array(rows, dtype=np.int64)
         bound[:, 3] = target.ctypes.data + np.arange(len(bound)) * chunk
-        kernels.copy_rows(bound)
+        kernels.prepare(bound).run()
         assert np.array_equal(source, target)
 
 

@@ -1,7 +1,10 @@
 """What a kernel backend does: copy rows of elements from addresses to addresses, converting on the way.
 
+    job = kernels.prepare(rows)    # once per plan and round
+    job.run()                      # in every update
+
 A row is ``count`` x ``length`` elements at ``source + i * source_step + j * source_stride`` that go to ``target + i *
-target_step + j * target_stride``, all in bytes. One call does a whole round, for packing and assembling alike; the
+target_step + j * target_stride``, all in bytes. One job does a whole round, for packing and assembling alike; the
 rows come from `transfer_exec.binding`, which has checked them against live memory.
 """
 
@@ -27,6 +30,14 @@ class RowColumn(IntEnum):
     CODE = 8
 
 
+class Job(Protocol):
+    """Rows made ready, to be copied as often as wanted."""
+
+    def run(self) -> None:
+        """Copy every element of every row, and return when all are written."""
+        ...
+
+
 class Kernels(Protocol):
     """A backend."""
 
@@ -35,8 +46,8 @@ class Kernels(Protocol):
         """Short name for reports."""
         ...
 
-    def copy_rows(self, rows: IdArray) -> None:
-        """Copy every element of every row, converted as its code says (`transfer_exec.conversions`).
+    def prepare(self, rows: IdArray) -> Job:
+        """Make ready to copy every element of every row, converted as its code says (`transfer_exec.conversions`).
 
         Parameters
         ----------

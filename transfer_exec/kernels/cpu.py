@@ -7,6 +7,7 @@ tiles, so that a transpose finds its cache lines again. Work is split over threa
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -57,20 +58,36 @@ class CpuKernels:
         """Short name for reports."""
         return "cpu"
 
-    def copy_rows(self, rows: IdArray) -> None:
-        """Copy every element of every row; see `Kernels.copy_rows`."""
+    def prepare(self, rows: IdArray) -> CpuJob:
+        """See `Kernels.prepare`; compiles what the rows need."""
         if not len(rows):
-            return
+            return CpuJob((), None)
+        copy_rows(rows[:0])
         sizes = rows[:, RowColumn.LENGTH] * rows[:, RowColumn.COUNT] * SOURCE_BYTES[rows[:, RowColumn.CODE]]
         total = int(sizes.sum())
         parts = min(self._threads, max(total // _MIN_BYTES_PER_THREAD, 1), len(rows))
         if parts == 1:
-            copy_rows(rows)
-            return
+            return CpuJob((rows,), None)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="transload-copy")
         cuts = np.searchsorted(np.cumsum(sizes), np.arange(1, parts) * total // parts)
-        futures: list[Future[None]] = [self._pool.submit(copy_rows, part) for part in np.split(rows, cuts) if len(part)]
+        return CpuJob(tuple(part for part in np.split(rows, cuts) if len(part)), self._pool)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuJob:
+    """Rows cut into parts of equal work, each for one thread of the pool, or the only one for the caller's."""
+
+    parts: tuple[IdArray, ...]
+    pool: ThreadPoolExecutor | None
+
+    def run(self) -> None:
+        """Copy every element of every row."""
+        if self.pool is None:
+            for part in self.parts:
+                copy_rows(part)
+            return
+        futures: list[Future[None]] = [self.pool.submit(copy_rows, part) for part in self.parts]
         for future in futures:
             future.result()
 

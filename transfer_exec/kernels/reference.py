@@ -6,6 +6,7 @@ A row becomes two strided views of live memory; ``copy_`` and ``.to`` do the res
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,9 +26,20 @@ class ReferenceKernels:
         """Short name for reports."""
         return "reference"
 
-    def copy_rows(self, rows: IdArray) -> None:
-        """Copy every element of every row; see `Kernels.copy_rows`."""
-        for row in rows.tolist():
+    def prepare(self, rows: IdArray) -> ReferenceJob:
+        """See `Kernels.prepare`."""
+        return ReferenceJob(rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceJob:
+    """Rows as they were given."""
+
+    rows: IdArray
+
+    def run(self) -> None:
+        """Copy every row."""
+        for row in self.rows.tolist():
             source, stride, step, target, target_stride, target_step, length, count, code = row
             if code < len(COPY_WIDTHS):
                 from_dtype = to_dtype = _BITS[COPY_WIDTHS[code]]
