@@ -76,7 +76,6 @@ class Update:
         self._version = version
         self._base = first_number(version, program.rounds)
         self._sent = [0, 0, 0]
-        self._received = [0, 0, 0]
         self._write_s = [0.0, 0.0, 0.0]
         self._await_s = [0.0, 0.0, 0.0]
         self._pack_s = self._assemble_s = self._release_wait_s = 0.0
@@ -169,7 +168,6 @@ class Update:
                 yield wait
             self._touch(time.monotonic())
         self._await_s[step.stage.value] += time.monotonic() - begun
-        self._received[step.stage.value] += int(self._program.arriving[step.stage.value, number])
 
     def _arrived(self, stage: Stage, source: str, flag: int, number: int) -> bool:
         sequence, tag = self._transport.flag(flag)
@@ -201,7 +199,7 @@ class Update:
             kernels=self._kernels,
             rounds=self._program.rounds,
             bytes_sent=_three(self._sent),
-            bytes_received=_three(self._received),
+            bytes_received=_three(self._program.arriving.sum(axis=1).tolist()),
             started_at=started_at,
             finished_at=time.monotonic(),
             first_byte_at=self._first_byte_at,
