@@ -4,10 +4,12 @@ A linear program over fractions: ``x[class, holder]``, what each holder sends ov
 receiver]``; ``r[class, node, entry]``, what an entry worker lets into its node beyond what it got as first receiver
 (``w = y + r`` is all that it lets in); ``z[class, node, holder]``, who serves a node that holds the class itself. Per
 class x and y each sum to one, per remote node w does, per local node z does. First receivers send what they got to
-every other remote node, entry workers and local holders to every other needer of their node. With several clusters
-``t[class, holder's cluster, first receiver's cluster]`` says what crosses between them. A class that is needed on the
-far side only crosses once, to its first receiver; one that is needed on both sides is sent by the first receiver to
-each needing node itself, and so crosses once for each of those beyond the link.
+every other remote node, entry workers and local holders to every other needer of their node.
+
+With several clusters ``t[class, holder's cluster, first receiver's cluster]`` says what crosses between them at first,
+and ``g[class, gateway]`` who lets a class into a cluster where it has no first receiver: there y and g sum to one, and
+``w = y + g + r``. A first receiver sends to the nodes of its cluster and to one gateway of every other cluster, which
+sends to the nodes of its own; so a class crosses into a cluster once.
 
 The program minimizes the longest time of any link, then the bytes that come in through workers that do not need them,
 then shares out what is not at the bottleneck (``levels``). Its solution is a vertex, so most fractions are zero
@@ -26,9 +28,11 @@ from transfer_exec.nodewise import balance_nodewise
 from transfer_exec.shares import (
     Balance,
     Parts,
+    Role,
     Shares,
     cluster_pairs,
     door_loads,
+    first_sites,
     fixed_loads,
     kept,
     source_load,
@@ -86,18 +90,14 @@ class _Columns:
         self._total_bytes = total_bytes
         self._sends: dict[int, int] = {}
         self._firsts: list[dict[int, int]] = []
+        self._gateways: list[dict[int, int]] = []
         self._enters: list[dict[int, int]] = []
         self._crosses: dict[tuple[int, int], int] = {}
         program.constant(fixed_loads(demand, links).items())
         if demand.remote:
             self._sends = {h: program.column([(links.egress[h], demand.bytes)]) for h in demand.holders}
             self._sum(self._sends)
-            self._firsts = [self._doors(site, first=True) for site in range(len(demand.remote))]
-            self._sum(*self._firsts)
-            if len(demand.remote) > 1:
-                self._enters = [self._doors(site, first=False) for site in range(len(demand.remote))]
-                for firsts, enters in zip(self._firsts, self._enters, strict=True):
-                    self._sum(firsts, enters)
+            self._add_doors(first_sites(demand, links))
             self._add_crossings()
         self._serves = [
             {source: program.column([source_load(demand, number, source, links)]) for source in site.doors}
@@ -109,12 +109,26 @@ class _Columns:
     def _sum(self, *groups: dict[int, int]) -> None:
         self._program.sum([(column, 1.0) for group in groups for column in group.values()], 1.0)
 
-    def _doors(self, site: int, *, first: bool) -> dict[int, int]:
+    def _add_doors(self, firsts: Sequence[int]) -> None:
+        sites = range(len(self._demand.remote))
+        clusters = self._demand.clusters
+        self._firsts = [self._doors(site, Role.FIRST) if site in firsts else {} for site in sites]
+        self._sum(*self._firsts)
+        self._gateways = [self._doors(site, Role.GATEWAY) if len(clusters) > 1 else {} for site in sites]
+        if len(clusters) > 1:
+            for members in clusters.values():
+                self._sum(*(group[site] for site in members for group in (self._firsts, self._gateways)))
+        if len(sites) > 1:
+            self._enters = [self._doors(site, Role.ENTRY) for site in sites]
+            for groups in zip(self._firsts, self._gateways, self._enters, strict=True):
+                self._sum(*groups)
+
+    def _doors(self, site: int, role: Role) -> dict[int, int]:
         here = self._demand.remote[site]
         share = self._demand.bytes / self._total_bytes
         return {
             door: self._program.column(
-                door_loads(self._demand, site, door, self._links, first=first), 0.0 if door in here.needers else share
+                door_loads(self._demand, site, door, self._links, role), 0.0 if door in here.needers else share
             )
             for door in here.doors
         }
@@ -144,6 +158,7 @@ class _Columns:
         return Shares(
             holders=parts(self._sends),
             first=tuple(part for group in self._firsts for part in parts(group)),
+            gateways=tuple(part for group in self._gateways for part in parts(group)),
             entries=tuple(parts(group) for group in self._enters),
             sources=tuple(parts(group) for group in self._serves),
             crossings=kept((pair, values[column]) for pair, column in self._crosses.items()),

@@ -47,7 +47,7 @@ def _speed(numbers: Iterable[int], links: Links) -> float:
 
 
 def _trainers(remote: Sequence[Demand], links: Links) -> Iterator[Bound]:
-    """What only some trainers hold leaves through their NICs, once."""
+    """What only some trainers may send leaves through their NICs, once."""
     held: dict[frozenset[int], int] = {}
     for demand in remote:
         group = frozenset(demand.holders)
@@ -55,12 +55,18 @@ def _trainers(remote: Sequence[Demand], links: Links) -> Iterator[Bound]:
     everyone = frozenset().union(*held) if held else frozenset[int]()
     if everyone:
         yield Bound(sum(held.values()) / _speed((links.egress[h] for h in everyone), links), "egress of all trainers")
-    masks = [(sum(1 << holder for holder in group), count) for group, count in held.items()]
-    for group, (mask, _) in zip(held, masks, strict=True):
-        only = sum(count for other, count in masks if other | mask == mask)
-        yield Bound(
-            only / _speed((links.egress[holder] for holder in group), links), f"egress of {_group(group, links)}"
-        )
+    for group, count in _within(held).items():
+        speed = _speed((links.egress[holder] for holder in group), links)
+        yield Bound(count / speed, f"egress of {_group(group, links)}")
+
+
+def _within(need: dict[frozenset[int], int]) -> dict[frozenset[int], int]:
+    """Of bytes that must use one of a set each: for every set, all that can use nothing outside it."""
+    masks = [(sum(1 << number for number in group), count) for group, count in need.items()]
+    return {
+        group: sum(count for other, count in masks if other | mask == mask)
+        for group, (mask, _) in zip(need, masks, strict=True)
+    }
 
 
 def _group(workers: frozenset[int], links: Links) -> str:
@@ -90,15 +96,34 @@ def _forwarding(remote: Sequence[Demand], links: Links) -> Iterator[Bound]:
 
 
 def _clusters(remote: Sequence[Demand], links: Links) -> Iterator[Bound]:
-    """What a cluster needs and nobody in it holds comes in over its links."""
-    need: dict[int, int] = {}
+    """What a cluster needs and nobody in it holds comes in over its links; all crossings use some link together."""
+    into: dict[int, dict[frozenset[int], int]] = {}
+    everywhere: dict[frozenset[int], int] = {}
     for demand in remote:
-        held = {links.cluster[holder] for holder in demand.holders}
-        for cluster in {links.cluster[site.doors[0]] for site in demand.remote} - held:
-            need[cluster] = need.get(cluster, 0) + demand.bytes
-    for cluster, count in sorted(need.items()):
-        numbers = [number for pair, number in links.between.items() if pair[1] == cluster]
-        yield Bound(count / _speed(numbers, links), " and ".join(links.names[number] for number in numbers))
+        holding = {links.cluster[holder] for holder in demand.holders}
+        near = holding & demand.clusters.keys()
+        every: frozenset[int] = frozenset()
+        for cluster in demand.clusters:
+            sources = (near or holding | demand.clusters.keys()) - {cluster}
+            group = frozenset(links.between[source, cluster] for source in sources)
+            every |= group
+            if cluster not in holding:
+                counted = into.setdefault(cluster, {})
+                counted[group] = counted.get(group, 0) + demand.bytes
+        if every:
+            crossings = len(demand.clusters) - bool(near)
+            everywhere[every] = everywhere.get(every, 0) + crossings * demand.bytes
+    for _, counted in sorted(into.items()):
+        yield from _over_links(counted, links)
+    yield from _over_links(everywhere, links)
+
+
+def _over_links(need: dict[frozenset[int], int], links: Links) -> Iterator[Bound]:
+    if not need:
+        return
+    every = frozenset().union(*need)
+    for group, count in {every: sum(need.values()), **_within(need)}.items():
+        yield Bound(count / _speed(group, links), " and ".join(links.names[number] for number in sorted(group)))
 
 
 def _inside(demands: Sequence[Demand], links: Links) -> Iterator[Bound]:

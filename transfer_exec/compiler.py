@@ -124,7 +124,7 @@ def compile_from_regions(regions: Regions, worker: str, source_map: SourceMap) -
 def _instructions(
     regions: Regions, worker: str, *, assembles: bool
 ) -> tuple[tuple[Instruction, ...], tuple[DescriptorTable, ...]]:
-    """A round: per stage first write what is there, then wait for what comes; then assemble and release."""
+    """A round: per stage and leg first write what is there, then wait for what comes; then assemble and release."""
     steps: list[Instruction] = []
     tables: list[DescriptorTable] = []
     incoming = regions.incoming(worker)
@@ -132,9 +132,9 @@ def _instructions(
     targets = regions.targets(worker)
     if any(buffer is Buffer.PACK for message in outgoing for buffer, _ in regions.origins(message)):
         steps.append(Pack())
-    for stage in Stage:
+    for stage, leg in ((stage, leg) for stage in Stage for leg in (0, 1)):
         for message in outgoing:
-            if message.stage is stage:
+            if (message.stage, message.leg) == (stage, leg):
                 made = descriptor_tables(regions, message)
                 release = len(incoming) + targets.index(message.target)
                 flag = regions.incoming(message.target).index(message)
@@ -142,7 +142,11 @@ def _instructions(
                 kind = Write if all(table.buffer is Buffer.PACK for table in made) else Exchange
                 steps.append(kind(stage, message.target, flag, release, numbers))
                 tables.extend(made)
-        arriving = [(message.source, flag) for flag, message in enumerate(incoming) if message.stage is stage]
+        arriving = [
+            (message.source, flag)
+            for flag, message in enumerate(incoming)
+            if (message.stage, message.leg) == (stage, leg)
+        ]
         if arriving:
             steps.append(Await(stage, tuple(name for name, _ in arriving), tuple(flag for _, flag in arriving)))
     if assembles:

@@ -4,6 +4,9 @@
 
     class  holders t0 t1   needers e0 e1 | e2        node 0: t0 e0    node 1: t1 e1    node 2: e2 e3
     local  node 0: t0 -> e0    node 1: t1 -> e1      remote  node 2: e2 needs it, e2 or e3 lets it in
+
+Between clusters a class crosses no link that it need not: where clusters with remote sites have holders, one of those
+sends the class, and its first receiver is in the same cluster.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ class Site:
 
     Attributes
     ----------
-    node
-        Its number.
+    node, cluster
+        Its number, and that of its cluster.
     needers
         Worker numbers that need the class.
     doors
@@ -33,6 +36,7 @@ class Site:
     """
 
     node: int
+    cluster: int
     needers: tuple[int, ...]
     doors: tuple[int, ...]
 
@@ -46,7 +50,8 @@ class Demand:
     bytes
         Of one copy.
     holders
-        Worker numbers.
+        Worker numbers of those that may send it over the network: the holders in clusters with remote sites, or all if
+        those clusters have none.
     remote
         Sites without a holder, ascending by node.
     local
@@ -57,6 +62,14 @@ class Demand:
     holders: tuple[int, ...]
     remote: tuple[Site, ...]
     local: tuple[Site, ...]
+
+    @property
+    def clusters(self) -> dict[int, list[int]]:
+        """Positions of the remote sites of every cluster that has some."""
+        found: dict[int, list[int]] = {}
+        for position, site in enumerate(self.remote):
+            found.setdefault(site.cluster, []).append(position)
+        return found
 
 
 def place_demand(correspondence: Correspondence, links: Links) -> tuple[Demand, ...]:
@@ -85,10 +98,12 @@ def place_demand(correspondence: Correspondence, links: Links) -> tuple[Demand, 
         remote, local = [], []
         for node, needers in sorted(needed_at.items()):
             if node in held_at:
-                local.append(Site(node, tuple(needers), tuple(held_at[node])))
+                local.append(Site(node, links.cluster[needers[0]], tuple(needers), tuple(held_at[node])))
             else:
-                remote.append(Site(node, tuple(needers), tuple(rollouts[node])))
-        out.append(Demand(group.bytes, holders, tuple(remote), tuple(local)))
+                remote.append(Site(node, links.cluster[needers[0]], tuple(needers), tuple(rollouts[node])))
+        needing = {site.cluster for site in remote}
+        near = tuple(holder for holder in holders if links.cluster[holder] in needing)
+        out.append(Demand(group.bytes, near or holders, tuple(remote), tuple(local)))
     return tuple(out)
 
 

@@ -1,9 +1,10 @@
 """The laws of plans, checked in time linear in a plan's size.
 
 ``check_structure`` needs the plan alone and runs whenever one is made: routes are disjoint, hops follow each other
-from holder to first receiver to entry workers to their nodes, each stage has the right kind of workers, a node gets
-an id over the network once at most, and no worker gets it twice. ``check_demand`` compares a plan with the demand it
-serves: everybody gets what they need, no node gets anything else, and what a node holds does not cross the network.
+from holder to first receiver to gateways to entry workers to their nodes, each stage has the right kind of workers, a
+node gets an id over the network once at most, a cluster from other clusters once at most, and no worker gets it twice.
+``check_demand`` compares a plan with the demand it serves: everybody gets what they need, no node gets anything else,
+what a node holds does not cross the network, and what a cluster holds and needs does not come from another cluster.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def check_structure(plan: Plan) -> None:
     """
     _check_fields(plan)
     node_of = dict(zip(plan.workers, plan.nodes, strict=True))
+    cluster_of = dict(zip(plan.workers, plan.clusters or (0,) * len(plan.workers), strict=True))
     holders = set(plan.holders)
     checked: dict[tuple[str, tuple[object, ...]], None] = {}
     for index, route in enumerate(plan.routes):
@@ -41,7 +43,7 @@ def check_structure(plan: Plan) -> None:
             raise PlanError(f"route {index}: {route.runs.elements} elements of {route.item_bytes} bytes; expected some")
         key = (route.holder, route.hops)
         if key not in checked:
-            _check_hops(index, route, node_of, holders)
+            _check_hops(index, route, node_of, cluster_of, holders)
             checked[key] = None
     _check_disjoint(plan, node_of)
 
@@ -55,6 +57,7 @@ def check_demand(plan: Plan, correspondence: Correspondence) -> None:
         Naming class, tensor, range and workers.
     """
     node_of = dict(zip(plan.workers, plan.nodes, strict=True))
+    cluster_of = dict(zip(plan.workers, plan.clusters or (0,) * len(plan.workers), strict=True))
     classes = correspondence.classes
     class_of, sizes = _classes_of_routes(plan, correspondence)
     members: list[list[int]] = [[] for _ in classes]
@@ -64,6 +67,8 @@ def check_demand(plan: Plan, correspondence: Correspondence) -> None:
         place = _Place(correspondence, number, group)
         held_at = {node_of[worker] for worker in group.holders}
         needing = {node_of[worker] for worker in group.needers}
+        lacking = {cluster_of[worker] for worker in group.needers if node_of[worker] not in held_at}
+        near = lacking & {cluster_of[worker] for worker in group.holders}
         received: dict[str, int] = {}
         for index in members[number]:
             route = plan.routes[index]
@@ -82,6 +87,12 @@ def check_demand(plan: Plan, correspondence: Correspondence) -> None:
                     raise place.broken(f"node {node} gets it through {hop.target} and nobody there needs it")
                 if node in held_at:
                     raise place.broken(f"node {node} holds it and still gets it over the network at {hop.target}")
+                crossing = (cluster_of[hop.source], cluster_of[hop.target])
+                if near and hop.stage.value == _RECEIVE and not crossing[0] == crossing[1] in near:
+                    raise place.broken(
+                        f"{hop.source} -> {hop.target} crosses clusters that it need not; expected holder and first "
+                        f"receiver in one of the clusters {sorted(near)}, which hold it and need it"
+                    )
         for worker in group.needers:
             if received.get(worker, 0) != group.runs.elements:
                 raise place.broken(f"{worker} gets {received.get(worker, 0)} of {group.runs.elements} elements")
@@ -107,11 +118,17 @@ def _check_fields(plan: Plan) -> None:
         raise PlanError("a worker is named twice in the plan; give holders and needers names of their own")
     if len(plan.nodes) != len(workers):
         raise PlanError(f"plan has {len(plan.nodes)} node numbers for {len(workers)} workers")
+    if len(plan.clusters) not in (0, len(workers)):
+        raise PlanError(f"plan has {len(plan.clusters)} cluster numbers for {len(workers)} workers")
+    if plan.clusters and len(set(zip(plan.nodes, plan.clusters, strict=True))) != len(set(plan.nodes)):
+        raise PlanError("a node of the plan is in two clusters")
     if plan.rounds < 1 or plan.buffer_bytes < 1:
         raise PlanError(f"plan has {plan.rounds} rounds and a buffer of {plan.buffer_bytes} bytes; expected 1 or more")
 
 
-def _check_hops(index: int, route: Route, node_of: dict[str, int], holders: set[str]) -> None:
+def _check_hops(
+    index: int, route: Route, node_of: dict[str, int], cluster_of: dict[str, int], holders: set[str]
+) -> None:
     def broken(what: str) -> PlanError:
         start, stop = route.runs.intervals[0].tolist()
         return PlanError(f"route {index} (ids {start}:{stop} and on, packed by {route.holder}): {what}")
@@ -122,6 +139,7 @@ def _check_hops(index: int, route: Route, node_of: dict[str, int], holders: set[
         raise broken("it goes nowhere")
     first_receiver = ""
     entered: dict[int, str] = {}
+    roots: dict[int, str] = {}
     got = {route.holder}
     stage = _RECEIVE
     for hop in route.hops:
@@ -150,8 +168,16 @@ def _check_hops(index: int, route: Route, node_of: dict[str, int], holders: set[
                 if first_receiver or hop.source != route.holder:
                     raise broken("RECEIVE comes from the holder and goes to one first receiver")
                 first_receiver = hop.target
-            elif hop.source != first_receiver:
-                raise broken(f"EXTERNAL hop from {hop.source}; expected the first receiver {first_receiver or 'none'}")
+                roots[cluster_of[hop.target]] = hop.target
+            else:
+                cluster = cluster_of[hop.target]
+                expected = roots.get(cluster, first_receiver)
+                if hop.source != expected:
+                    who = "the first receiver" if expected == first_receiver else "the gateway"
+                    raise broken(f"EXTERNAL hop from {hop.source}; expected {who} {expected or 'none'}")
+                if cluster not in roots and cluster == cluster_of[route.holder]:
+                    raise broken(f"EXTERNAL hop to {hop.target} goes back into the holder's cluster")
+                roots.setdefault(cluster, hop.target)
             entered[node_of[hop.target]] = hop.target
         got.add(hop.target)
 

@@ -22,17 +22,23 @@ from transfer_exec.links import Links
 from transfer_exec.shares import (
     Balance,
     Parts,
+    Role,
     Shares,
     cluster_pairs,
     door_loads,
+    first_sites,
     forwarding_loads,
     kept,
     link_loads,
+    onward,
     source_load,
 )
 
 _POOL_EGRESS, _POOL_INGRESS = 9, 10
 """Kinds of pooled links, past those of ``Links.groups``."""
+
+_Inside = dict[Role, Parts]
+"""How what comes into one node is divided over its workers, by what they do with it."""
 
 
 def balance_nodewise(demands: Sequence[Demand], links: Links, unit_s: float) -> Balance | None:
@@ -42,12 +48,12 @@ def balance_nodewise(demands: Sequence[Demand], links: Links, unit_s: float) -> 
     if solution is None:
         return None
     outer = [over_nodes.shares(number, solution.values) for number in range(len(demands))]
-    firsts = [over_nodes.first_nodes(number, solution.values) for number in range(len(demands))]
+    incoming = [over_nodes.incoming(number, solution.values) for number in range(len(demands))]
     fixed = link_loads(demands, outer, links)
-    divided: list[dict[int, tuple[Parts, Parts]]] = [{} for _ in demands]
+    divided: list[dict[int, _Inside]] = [{} for _ in demands]
     known: dict[bytes, Solution] = {}
     for node in sorted({site.node for demand in demands for site in demand.remote}):
-        inside = _InsideNode(node, demands, firsts, fixed, links, unit_s)
+        inside = _InsideNode(node, demands, incoming, fixed, links, unit_s)
         key = inside.program.key()
         if key not in known:
             found = inside.program.solve(enough_s=solution.longest_s)
@@ -58,9 +64,10 @@ def balance_nodewise(demands: Sequence[Demand], links: Links, unit_s: float) -> 
             divided[number][node] = inner
     shares = []
     for demand, share, parts in zip(demands, outer, divided, strict=True):
-        first = tuple(part for site in demand.remote for part in parts[site.node][0])
-        entries = tuple(parts[site.node][1] for site in demand.remote) if len(demand.remote) > 1 else ()
-        shares.append(Shares(share.holders, first, entries, share.sources, share.crossings))
+        first = tuple(part for site in demand.remote for part in parts[site.node][Role.FIRST])
+        gateways = tuple(part for site in demand.remote for part in parts[site.node][Role.GATEWAY])
+        entries = tuple(parts[site.node][Role.ENTRY] for site in demand.remote) if len(demand.remote) > 1 else ()
+        shares.append(Shares(share.holders, first, gateways, entries, share.sources, share.crossings))
     return Balance(tuple(shares), solution.longest_s, "program over nodes")
 
 
@@ -80,7 +87,7 @@ class _OverNodes:
                 groups.append((kind, node))
         self.program = LevelProgram(speeds=speeds, groups=groups, unit_s=unit_s)
         self._sends: list[dict[int, int]] = []
-        self._firsts: list[dict[int, int]] = []
+        self._comes: list[dict[Role, dict[int, int]]] = []
         self._serves: list[list[dict[int, int]]] = []
         self._crosses: list[dict[tuple[int, int], int]] = []
         for demand in demands:
@@ -89,24 +96,28 @@ class _OverNodes:
     def _add(self, demand: Demand, egress: dict[int, int], ingress: dict[int, int]) -> None:
         links, program = self._links, self.program
         sends: dict[int, int] = {}
-        firsts: dict[int, int] = {}
+        comes: dict[Role, dict[int, int]] = {Role.FIRST: {}, Role.GATEWAY: {}}
         crosses: dict[tuple[int, int], int] = {}
         if demand.remote:
             program.constant((ingress[site.node], demand.bytes) for site in demand.remote)
             sends = {h: program.column([(links.egress[h], demand.bytes)]) for h in demand.holders}
-            firsts = {
-                site.node: program.column(
-                    forwarding_loads(demand, number, links, egress[site.node]),
-                    later=[
-                        (links.egress[needer], (len(demand.remote) - 1) * demand.bytes / len(site.needers))
-                        for needer in site.needers
-                    ],
-                )
-                for number, site in enumerate(demand.remote)
-            }
-            for group in (sends, firsts):
+            clusters = demand.clusters
+            places = {Role.FIRST: first_sites(demand, links)}
+            places[Role.GATEWAY] = list(range(len(demand.remote))) if len(clusters) > 1 else []
+            for role, positions in places.items():
+                for position in positions:
+                    site = demand.remote[position]
+                    share = onward(demand, position, role) * demand.bytes / len(site.needers)
+                    comes[role][site.node] = program.column(
+                        forwarding_loads(demand, position, links, egress[site.node], role),
+                        later=[(links.egress[needer], share) for needer in site.needers],
+                    )
+            for group in (sends, comes[Role.FIRST]):
                 program.sum([(column, 1.0) for column in group.values()], 1.0)
-            cluster_of = {site.node: links.cluster[site.doors[0]] for site in demand.remote}
+            cluster_of = {site.node: site.cluster for site in demand.remote}
+            for cluster in clusters if len(clusters) > 1 else ():
+                both = [pair for group in comes.values() for pair in group.items()]
+                program.sum([(column, 1.0) for node, column in both if cluster_of[node] == cluster], 1.0)
             for near, far in cluster_pairs(demand, links):
                 loads = [] if near == far else [(links.between[near, far], demand.bytes)]
                 crosses[near, far] = program.column(loads)
@@ -114,7 +125,7 @@ class _OverNodes:
                 mine = [(column, -1.0) for holder, column in sends.items() if links.cluster[holder] == cluster]
                 program.sum([*mine, *((column, 1.0) for pair, column in crosses.items() if pair[0] == cluster)], 0.0)
             for cluster in sorted({far for _, far in crosses}):
-                mine = [(column, -1.0) for node, column in firsts.items() if cluster_of[node] == cluster]
+                mine = [(column, -1.0) for node, column in comes[Role.FIRST].items() if cluster_of[node] == cluster]
                 program.sum([*mine, *((column, 1.0) for pair, column in crosses.items() if pair[1] == cluster)], 0.0)
         serves = [
             {source: program.column([source_load(demand, number, source, links)]) for source in site.doors}
@@ -125,15 +136,16 @@ class _OverNodes:
         for site in demand.local:
             program.constant((links.local_ingress[needer], demand.bytes) for needer in site.needers)
         self._sends.append(sends)
-        self._firsts.append(firsts)
+        self._comes.append(comes)
         self._serves.append(serves)
         self._crosses.append(crosses)
 
     def shares(self, number: int, values: Sequence[float]) -> Shares:
-        """What is decided of one class: all but first receivers and entries."""
+        """What is decided of one class: all but the workers through which it comes in."""
         return Shares(
             holders=kept((worker, values[column]) for worker, column in self._sends[number].items()),
             first=(),
+            gateways=(),
             entries=(),
             sources=tuple(
                 kept((worker, values[column]) for worker, column in group.items()) for group in self._serves[number]
@@ -141,9 +153,12 @@ class _OverNodes:
             crossings=kept((pair, values[column]) for pair, column in self._crosses[number].items()),
         )
 
-    def first_nodes(self, number: int, values: Sequence[float]) -> dict[int, float]:
-        """Fraction of one class that each node receives first."""
-        return dict(kept((node, values[column]) for node, column in self._firsts[number].items()))
+    def incoming(self, number: int, values: Sequence[float]) -> dict[Role, dict[int, float]]:
+        """Fractions of one class that each node receives first, and lets into its cluster."""
+        return {
+            role: dict(kept((node, values[column]) for node, column in group.items()))
+            for role, group in self._comes[number].items()
+        }
 
 
 class _InsideNode:
@@ -153,13 +168,13 @@ class _InsideNode:
         self,
         node: int,
         demands: Sequence[Demand],
-        firsts: Sequence[dict[int, float]],
+        incoming: Sequence[dict[Role, dict[int, float]]],
         fixed: dict[int, float],
         links: Links,
         unit_s: float,
     ) -> None:
         self.program = LevelProgram(speeds=links.bytes_per_s.tolist(), groups=links.groups, unit_s=unit_s)
-        self._columns: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
+        self._columns: dict[int, dict[Role, dict[int, int]]] = {}
         here = [
             (number, demand, position)
             for number, demand in enumerate(demands)
@@ -172,36 +187,28 @@ class _InsideNode:
         used |= {links.local_ingress[door] for door in doors}
         self.program.constant((link, fixed[link]) for link in sorted(used) if link in fixed)
         for number, demand, position in here:
+            amounts = {role: parts.get(node, 0.0) for role, parts in incoming[number].items()}
+            amounts[Role.ENTRY] = 1.0 - sum(amounts.values())
             site = demand.remote[position]
-            part = firsts[number].get(node, 0.0)
-            groups: list[dict[int, int]] = []
-            for first in (True, False):
-                possible = part > 0 if first else part < 1
-                groups.append(
-                    {
-                        door: self.program.column(
-                            [
-                                (link, count)
-                                for link, count in door_loads(demand, position, door, links, first=first)
-                                if link in used
-                            ],
-                            0.0 if door in site.needers else demand.bytes / total,
-                        )
-                        for door in site.doors
-                        if possible
-                    }
-                )
-            for group, amount in zip(groups, (part, 1.0 - part), strict=True):
-                if group:
-                    self.program.sum([(column, 1.0) for column in group.values()], amount)
-            self._columns[number] = (groups[0], groups[1])
+            self._columns[number] = {}
+            for role, amount in amounts.items():
+                columns = {
+                    door: self.program.column(
+                        [(link, n) for link, n in door_loads(demand, position, door, links, role) if link in used],
+                        0.0 if door in site.needers else demand.bytes / total,
+                    )
+                    for door in (site.doors if amount > 0 else ())
+                }
+                if columns:
+                    self.program.sum([(column, 1.0) for column in columns.values()], amount)
+                self._columns[number][role] = columns
 
-    def parts(self, values: Sequence[float]) -> dict[int, tuple[Parts, Parts]]:
-        """Per class: its first receivers in the node, and who lets in the rest."""
+    def parts(self, values: Sequence[float]) -> dict[int, _Inside]:
+        """Per class, how what comes in is divided over workers."""
         return {
-            number: (
-                kept((door, values[column]) for door, column in firsts.items()),
-                kept((door, values[column]) for door, column in enters.items()),
-            )
-            for number, (firsts, enters) in self._columns.items()
+            number: {
+                role: kept((door, values[column]) for door, column in columns.items())
+                for role, columns in roles.items()
+            }
+            for number, roles in self._columns.items()
         }

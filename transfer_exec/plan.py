@@ -60,8 +60,9 @@ class Route:
         The worker that packs them.
     hops
         In stage order, at least one: RECEIVE from the holder to the first receiver, EXTERNAL from there to one
-        entry worker in every other node, INTERNAL from the holder or an entry worker to workers of its node. No
-        worker is a target twice.
+        entry worker in every other node of its cluster and to one gateway in every other cluster, EXTERNAL from a
+        gateway to one entry worker in every other node of its own, INTERNAL from the holder or an entry worker to
+        workers of its node. No worker is a target twice.
     """
 
     runs: RunTable
@@ -73,6 +74,11 @@ class Route:
     def bytes(self) -> int:
         """Bytes of the route's ids, counted once."""
         return self.runs.elements * self.item_bytes
+
+    def legs(self) -> tuple[int, ...]:
+        """Per hop, 1 if its source is a gateway, which got the ids earlier in the same stage, else 0."""
+        gateways = {hop.target for hop in self.hops if hop.stage is Stage.EXTERNAL}
+        return tuple(int(hop.stage is Stage.EXTERNAL and hop.source in gateways) for hop in self.hops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +134,8 @@ class Plan:
         The linear program's own optimum: no division of the demand has a smaller largest load over bandwidth.
     load_s
         The largest load over bandwidth of this plan, after rounding to elements.
+    clusters
+        Cluster number of every worker of ``holders + needers``; left out where there is one cluster.
     """
 
     space_digest: str
@@ -141,6 +149,7 @@ class Plan:
     bound_link: str
     optimum_s: float
     load_s: float
+    clusters: tuple[int, ...] = ()
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -168,18 +177,20 @@ class Plan:
         return last - first
 
     def moves(self) -> Iterator[Move]:
-        """Every move, by round, stage, source, target and element width."""
+        """Every move, by round, stage, source, target and element width; what gateways get before what they forward."""
+        legs = [route.legs() for route in self.routes]
         for number in range(self.rounds):
-            parts: dict[tuple[int, str, str, int], list[RunTable]] = {}
+            parts: dict[tuple[int, int, str, str, int], list[RunTable]] = {}
             for index, route in enumerate(self.routes):
                 if not self.part_elements(index, number):
                     continue
                 runs = self.part(index, number)
-                for hop in route.hops:
-                    key = (hop.stage.value, hop.source, hop.target, route.item_bytes)
+                for hop, leg in zip(route.hops, legs[index], strict=True):
+                    key = (hop.stage.value, leg, hop.source, hop.target, route.item_bytes)
                     parts.setdefault(key, []).append(runs)
-            for stage, source, target, item_bytes in sorted(parts):
-                tables = parts[stage, source, target, item_bytes]
+            for key in sorted(parts):
+                stage, _, source, target, item_bytes = key
+                tables = parts[key]
                 yield Move(Stage(stage), number, source, target, tables[0].union(*tables[1:]), item_bytes)
 
     def bytes_sent(self, worker: str, stage: Stage | None = None) -> int:

@@ -23,7 +23,7 @@ from transfer_exec.errors import PlanBytesError, PlanError
 if TYPE_CHECKING:
     from transfer_exec.plan import Plan
 
-_MAGIC = b"TLPLAN\x00\x01"
+_MAGIC = b"TLPLAN\x00\x02"
 MAX_BYTES = 1 << 31
 """Largest unpacked size that ``decode_plan`` accepts."""
 MAX_NUMBERS = 1 << 28
@@ -37,6 +37,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True):
     holders: tuple[str, ...]
     needers: tuple[str, ...]
     nodes: tuple[int, ...]
+    clusters: tuple[int, ...]
     rounds: int
     buffer_bytes: int
     lower_bound_s: float
@@ -88,6 +89,7 @@ def _plain(plan: Plan) -> bytes:
             plan.holders,
             plan.needers,
             plan.nodes,
+            plan.clusters,
             plan.rounds,
             plan.buffer_bytes,
             plan.lower_bound_s,
@@ -134,6 +136,7 @@ def _rebuild(packed: _Plan) -> Plan:
         bound_link=packed.bound_link,
         optimum_s=packed.optimum_s,
         load_s=packed.load_s,
+        clusters=packed.clusters,
     )
 
 

@@ -96,6 +96,7 @@ def make_plan(
         # The solver is off by its tolerance; a bound from below and a plan from above are exact.
         optimum_s=max(bound.seconds, min(division.optimum_s, load_s)),
         load_s=load_s,
+        clusters=links.cluster if links.between else (),
     )
     check_demand(plan, correspondence)
     return plan

@@ -42,11 +42,12 @@ class Buffer(Enum):
 
 
 class Message(NamedTuple):
-    """What ``source`` writes to ``target`` in one stage of every round."""
+    """What ``source`` writes to ``target`` in one stage of every round; leg 1 is what gateways forward after leg 0."""
 
     stage: Stage
     source: str
     target: str
+    leg: int = 0
 
 
 class Region(NamedTuple):
@@ -103,11 +104,11 @@ class Regions:
             width = -route.item_bytes
             self._members.setdefault(Region(route.holder, Buffer.PACK), []).append((width, 0, way, number))
             stands_in = {route.holder: Buffer.PACK}
-            for hop in route.hops:
+            for hop, leg in zip(route.hops, route.legs(), strict=True):
                 buffer = Buffer.of_stage(hop.stage)
                 origin = stands_in[hop.source]
-                assert origin.value < buffer.value, "a route is forwarded to a later stage"
-                self._sources.setdefault(Message(*hop), {}).setdefault(origin, []).append(number)
+                assert origin.value < buffer.value + leg, "a route is forwarded to a later stage, or a later leg"
+                self._sources.setdefault(Message(*hop, leg), {}).setdefault(origin, []).append(number)
                 member = (width, self._rank[hop.source], way, number)
                 self._members.setdefault(Region(hop.target, buffer), []).append(member)
                 stands_in[hop.target] = buffer
@@ -121,9 +122,9 @@ class Regions:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All messages of a round, by stage, source and target."""
+        """All messages of a round, by stage, leg, source and target."""
         rank = self._rank
-        return tuple(sorted(self._sources, key=lambda m: (m.stage.value, rank[m.source], rank[m.target])))
+        return tuple(sorted(self._sources, key=lambda m: (m.stage.value, m.leg, rank[m.source], rank[m.target])))
 
     def incoming(self, worker: str) -> tuple[Message, ...]:
         """Messages to a worker; the position of each is the number of the flag that announces it."""

@@ -9,14 +9,18 @@
     entry into node b   b1      | b0
     routes              1 2 | 3 4 | 5 6 | 7 8   one way each
 
+With several clusters there is a line of *roots* for each: the first receiver where it is of the cluster, gateways
+elsewhere. Roots send to the entries of the other nodes of their cluster.
+
 Fractions become whole numbers of elements by rounding the places of the cuts, so each link is off by less than one
 element per cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +34,7 @@ from transfer_exec.shares import Parts, Shares
 _WHOLE = 1 << 30
 """Units on the line of a class; finer than any fraction that matters, coarser than the solver's noise."""
 
+_Key = TypeVar("_Key", bound=Hashable)
 _Line = list[tuple[int, int]]
 """(stop, worker) in ascending units; a worker's stretch begins where the one before it stops."""
 
@@ -80,11 +85,15 @@ class _Cutter:
     def __init__(self, demand: Demand, share: Shares, links: Links) -> None:
         self._demand, self._links = demand, links
         self._lines: list[_Line] = []
+        self._clusters = demand.clusters
         if demand.remote:
             holders, first = _paired(share, links)
             self._lines += [holders, first]
-            for site, parts in zip(demand.remote, share.entries, strict=False):
-                self._lines.append(_entries(first, site, parts))
+            roots = {cluster: _roots(demand, cluster, first, share.gateways) for cluster in self._clusters}
+            self._lines += roots.values()
+            for position, site in enumerate(demand.remote):
+                parts = share.entries[position] if share.entries else ()
+                self._lines.append(_filled(roots[site.cluster], site.doors, parts))
         self._lines += [_line(_units(parts, _WHOLE)) for parts in share.sources]
         self._inside: dict[tuple[int, int], tuple[Hop, ...]] = {}
 
@@ -104,11 +113,14 @@ class _Cutter:
         inner: list[Hop] = []
         if sites:
             holder, first = way[:2]
-            entries = way[2 : 2 + len(sites)] if len(sites) > 1 else (first,)
+            roots = dict(zip(self._clusters, way[2:], strict=False))
+            entries = way[2 + len(roots) : 2 + len(roots) + len(sites)]
             outer = [Hop(Stage.RECEIVE, names[holder], names[first])]
+            outer += [Hop(Stage.EXTERNAL, names[first], names[root]) for root in roots.values() if root != first]
             for site, entry in zip(sites, entries, strict=True):
-                if entry != first:
-                    outer.append(Hop(Stage.EXTERNAL, names[first], names[entry]))
+                root = roots[site.cluster]
+                if entry != root:
+                    outer.append(Hop(Stage.EXTERNAL, names[root], names[entry]))
                 inner += self._fan_out(site, entry)
             by_holder[holder] = outer + inner
         sources = way[len(way) - len(self._demand.local) :]
@@ -127,8 +139,9 @@ class _Cutter:
         return found
 
 
-def _units(parts: Parts, whole: int) -> list[tuple[int, int]]:
-    """(worker, units) that add up to ``whole``, in proportion to the parts; those of none are left out."""
+def _units(parts: Iterable[tuple[_Key, float]], whole: int) -> list[tuple[_Key, int]]:
+    """Units that add up to ``whole``, in proportion to the parts; those of none are left out."""
+    parts = tuple(parts)
     total = sum(part for _, part in parts)
     out, reached, before = [], 0.0, 0
     for position, (worker, part) in enumerate(parts):
@@ -153,53 +166,51 @@ def _line(stretches: Iterable[tuple[int, int]]) -> _Line:
 
 def _paired(share: Shares, links: Links) -> tuple[_Line, _Line]:
     """Lines of holders and of first receivers; with several clusters, laid so that pairs cross as agreed."""
-    holders, first = _units(share.holders, _WHOLE), _units(share.first, _WHOLE)
-    if len(share.crossings) < 2:
-        return _line(holders), _line(first)
-    left: list[tuple[int, int]] = []
-    right: list[tuple[int, int]] = []
-    for ((source, target), _), units in zip(share.crossings, _cumulated(share), strict=True):
-        left += _take(holders, units, source, links)
-        right += _take(first, units, target, links)
-    return _line(left), _line(right)
+    if not share.crossings:
+        return _line(_units(share.holders, _WHOLE)), _line(_units(share.first, _WHOLE))
+    sides = (_by_cluster(share.holders, links), _by_cluster(share.first, links))
+    # What a solver leaves of a cluster may be noise on one side and nothing on the other.
+    pairs = [(pair, part) for pair, part in share.crossings if pair[0] in sides[0] and pair[1] in sides[1]]
+    crossings = _units(pairs, _WHOLE)
+    lines = []
+    for side, members in enumerate(sides):
+        queues = {
+            cluster: _units(parts, sum(units for pair, units in crossings if pair[side] == cluster))
+            for cluster, parts in members.items()
+        }
+        lines.append(_line(each for pair, units in crossings for each in _take(queues[pair[side]], units)))
+    return lines[0], lines[1]
 
 
-def _cumulated(share: Shares) -> list[int]:
-    parts = tuple((number, part) for number, (_, part) in enumerate(share.crossings))
-    units = dict(_units(parts, _WHOLE))
-    return [units.get(number, 0) for number in range(len(parts))]
+def _by_cluster(parts: Parts, links: Links) -> dict[int, Parts]:
+    clusters = dict.fromkeys(links.cluster[worker] for worker, _ in parts)
+    return {each: tuple(part for part in parts if links.cluster[part[0]] == each) for each in clusters}
 
 
-def _take(stretches: list[tuple[int, int]], units: int, cluster: int, links: Links) -> list[tuple[int, int]]:
-    """Remove units from the front of a list of stretches, those of one cluster first."""
+def _take(queue: list[tuple[int, int]], units: int) -> list[tuple[int, int]]:
+    """Remove units from the front of a list of stretches."""
     taken = []
-    stretches.sort(key=lambda stretch: links.cluster[stretch[0]] != cluster)
     while units:
-        worker, there = stretches.pop(0)
+        worker, there = queue.pop(0)
         used = min(there, units)
         taken.append((worker, used))
         if used < there:
-            stretches.insert(0, (worker, there - used))
+            queue.insert(0, (worker, there - used))
         units -= used
     return taken
 
 
-def _entries(first: _Line, site: Site, parts: Parts) -> _Line:
-    """Who lets a class into one node: the first receiver where it is of the node, the entries' parts elsewhere."""
-    doors = set(site.doors)
-    own = sum(stop - start for (start, _), (stop, worker) in pairwise([(0, -1), *first]) if worker in doors)
-    queue = _units(parts, _WHOLE - own) if parts else [(site.doors[0], _WHOLE - own)]
+def _roots(demand: Demand, cluster: int, first: _Line, gateways: Parts) -> _Line:
+    """Who has a class first in one cluster."""
+    doors = {door for site in demand.clusters[cluster] for door in demand.remote[site].doors}
+    return _filled(first, doors, tuple(part for part in gateways if part[0] in doors))
+
+
+def _filled(line: _Line, members: Collection[int], parts: Parts) -> _Line:
+    """A line where it names members, and the members' parts of the rest elsewhere."""
+    own = sum(stop - start for (start, _), (stop, worker) in pairwise([(0, -1), *line]) if worker in members)
+    queue = _units(parts or ((min(members), 1.0),), _WHOLE - own)
     stretches: list[tuple[int, int]] = []
-    for (start, _), (stop, worker) in pairwise([(0, -1), *first]):
-        units = stop - start
-        if worker in doors:
-            stretches.append((worker, units))
-            continue
-        while units:
-            entry, there = queue.pop(0)
-            used = min(there, units)
-            stretches.append((entry, used))
-            if used < there:
-                queue.insert(0, (entry, there - used))
-            units -= used
+    for (start, _), (stop, worker) in pairwise([(0, -1), *line]):
+        stretches += [(worker, stop - start)] if worker in members else _take(queue, stop - start)
     return _line(stretches)

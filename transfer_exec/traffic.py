@@ -77,7 +77,9 @@ class Traffic:
 
     @staticmethod
     def of(plan: Plan) -> Traffic:
-        """The traffic of a plan."""
+        """The traffic of a plan; what gateways forward is a stage of its own."""
+        legs = [route.legs() for route in plan.routes]
+        forwards = any(1 in each for each in legs)
         packed: dict[str, int] = {}
         for route in plan.routes:
             packed[route.holder] = packed.get(route.holder, 0) + route.bytes
@@ -85,11 +87,16 @@ class Traffic:
             name="plan",
             holders=plan.holders,
             needers=plan.needers,
-            stages=tuple(stage.name.lower() for stage in Stage),
+            stages=("receive", "external", "forward", "internal") if forwards else ("receive", "external", "internal"),
             flows=_added(
-                Flow(hop.stage.value, hop.source, hop.target, route.bytes)
-                for route in plan.routes
-                for hop in route.hops
+                Flow(
+                    hop.stage.value + leg + (forwards and hop.stage is Stage.INTERNAL),
+                    hop.source,
+                    hop.target,
+                    route.bytes,
+                )
+                for route, each in zip(plan.routes, legs, strict=True)
+                for hop, leg in zip(route.hops, each, strict=True)
             ),
             packed_bytes=packed,
             rounds=plan.rounds,

@@ -54,9 +54,9 @@ def cases(draw: st.DrawFn, *, trainers: int = 4, engine_sizes: int = 3, engines:
 
 @st.composite
 def topologies(draw: st.DrawFn, case: Case) -> Topology:
-    """Workers anywhere: colocated sides, shared and unequal NICs, nodes of two engines, one or two clusters."""
+    """Workers anywhere: colocated sides, shared and unequal NICs, nodes of two engines, one to three clusters."""
     workers = [*case.held, *case.needed]
-    count = draw(st.integers(1, min(5, len(workers))))
+    count = draw(st.integers(1, min(6, len(workers))))
     groups: list[list[str]] = [[] for _ in range(count)]
     apart = draw(st.booleans())
     for worker in workers:
@@ -68,7 +68,7 @@ def topologies(draw: st.DrawFn, case: Case) -> Topology:
         else:
             groups[draw(st.integers(0, count - 1))].append(worker)
     speeds = st.sampled_from([1.0, 2.0, 3.0, 10.0])
-    clusters = draw(st.lists(st.sampled_from(["east", "west"]), min_size=count, max_size=count))
+    clusters = draw(st.lists(st.sampled_from(["east", "west", "south"]), min_size=count, max_size=count))
     if draw(st.booleans()):
         clusters = ["main"] * count
     nodes = []
@@ -79,7 +79,7 @@ def topologies(draw: st.DrawFn, case: Case) -> Topology:
             nics = (Nic(tuple(group), draw(speeds), draw(speeds)),) if group else ()
         nodes.append(Node(f"n{number}", nics, draw(st.sampled_from([1.0, 20.0, float("inf")])), clusters[number]))
     used = sorted({node.cluster for node in nodes})
-    links = [ClusterLink(pair, draw(speeds)) for pair in combinations(used, 2)]
+    links = [ClusterLink(pair, draw(st.sampled_from([0.1, 1.0, 10.0]))) for pair in combinations(used, 2)]
     names = sorted({worker.rsplit("/", 1)[0] for worker in case.needed})
     engines = [Engine(n, tuple(w for w in case.needed if w.rsplit("/", 1)[0] == n)) for n in names]
     return Topology(nodes, engines, links)

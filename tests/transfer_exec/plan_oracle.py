@@ -12,6 +12,7 @@ from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.plan import Plan, Stage
+from transfer_exec.topology import Topology
 
 Ids = Mapping[str, frozenset[int]]
 
@@ -48,9 +49,21 @@ def item_bytes(space: CheckpointSpace, i: int) -> int:
     return space.spec(space.locate(i)[0]).element_type.bits // 8
 
 
-def replay(plan: Plan, case: Case, node_of: Mapping[str, int], buffer_bytes: int) -> dict[str, int]:
+def crossings_needed(case: Case, node_of: Mapping[str, int], cluster_of: Mapping[str, str], i: int) -> int:
+    """The fewest links between clusters that an id can cross, if trainers send one copy."""
+    held_at = {node_of[worker] for worker, ids in case.held.items() if i in ids}
+    lacking = {cluster_of[w] for w, ids in case.needed.items() if i in ids and node_of[w] not in held_at}
+    holding = {cluster_of[worker] for worker, ids in case.held.items() if i in ids}
+    return len(lacking) - bool(lacking & holding)
+
+
+def replay(plan: Plan, case: Case, topology: Topology, buffer_bytes: int) -> dict[str, int]:
     """Run a plan over sets of ids and assert every law; returns the bytes that crossed the network per worker sent."""
     held, needed = case.held, case.needed
+    node_of = {worker: topology.node_of(worker) for worker in plan.workers}
+    cluster_of = {worker: topology.nodes[node].cluster for worker, node in node_of.items()}
+    crossed: Counter[int] = Counter()
+    crossed_into: Counter[tuple[str, int]] = Counter()
     wire_copies: Counter[int] = Counter()
     entered: Counter[tuple[int, int]] = Counter()
     got: dict[str, Counter[int]] = {worker: Counter() for worker in needed}
@@ -66,6 +79,7 @@ def replay(plan: Plan, case: Case, node_of: Mapping[str, int], buffer_bytes: int
     assert set(by_round) <= set(range(plan.rounds))
     for moves in by_round.values():
         arrived: dict[tuple[str, int], set[int]] = {}
+        let_in: dict[str, set[int]] = {}
         received: Counter[tuple[str, Stage]] = Counter()
         packed: dict[str, set[int]] = {}
         for move in moves:
@@ -86,9 +100,15 @@ def replay(plan: Plan, case: Case, node_of: Mapping[str, int], buffer_bytes: int
                 have: set[int] = set()
                 for earlier in range(stage.value):
                     have |= arrived.get((source, earlier), set())
+                if stage is Stage.EXTERNAL and cluster_of[source] == cluster_of[target]:
+                    have |= let_in.get(source, set())  # a gateway forwards in its cluster what it got in this stage
                 assert set(ids) <= have, "a rollout passes on what it got earlier in this round"
             assert inside == (stage is Stage.INTERNAL), "internal moves stay inside a node, others leave it"
             arrived.setdefault((target, stage.value), set()).update(ids)
+            if cluster_of[source] != cluster_of[target]:
+                let_in.setdefault(target, set()).update(ids)
+                crossed.update(ids)
+                crossed_into.update((cluster_of[target], i) for i in ids)
             for i in ids:
                 got[target][i] += 1
                 if stage is Stage.RECEIVE:
@@ -110,4 +130,8 @@ def replay(plan: Plan, case: Case, node_of: Mapping[str, int], buffer_bytes: int
     needing = {(node_of[worker], i) for worker, ids in needed.items() for i in ids}
     assert entered == Counter(needing - holding), "each node gets exactly what it needs and lacks, once"
     assert wire_copies == Counter({i for _, i in needing - holding}), "trainers send one copy over the network"
+    assert max(crossed_into.values(), default=0) <= 1, "a cluster gets an id from others once"
+    total = range(1, case.space.total_elements + 1)
+    fewest = Counter({i: crossings_needed(case, node_of, cluster_of, i) for i in total})
+    assert crossed == +fewest, "no link between clusters is crossed that need not be"
     return dict(sent_bytes)

@@ -45,13 +45,21 @@ def correspondence_of(tensors: Tensors, workers: list[str]) -> Correspondence:
     return correspond(maps("trainer", 1), maps("engine", 2))  # type: ignore[arg-type]
 
 
-def ways(holders: list[str], needers: list[str], rollouts: list[str], node_of: dict[str, int]) -> list[list[tuple]]:
+def ways(
+    holders: list[str], needers: list[str], rollouts: list[str], node_of: dict[str, int], topology: Topology
+) -> list[list[tuple]]:
     """Every lawful way of one element, as lists of (source, target); nothing of the planner is used."""
+
+    def cluster(worker: str) -> str:
+        return topology.nodes[node_of[worker]].cluster
+
     held_at = {node_of[worker] for worker in holders}
     needing = sorted({node_of[worker] for worker in needers})
     local = [node for node in needing if node in held_at]
     remote = [node for node in needing if node not in held_at]
     doors = [[worker for worker in rollouts if node_of[worker] == node] for node in remote]
+    needing_clusters = {topology.nodes[node].cluster for node in remote}
+    near = needing_clusters & {cluster(holder) for holder in holders}
     sources = [[worker for worker in holders if node_of[worker] == node] for node in local]
     out = []
     for inside in itertools.product(*sources):
@@ -61,9 +69,16 @@ def ways(holders: list[str], needers: list[str], rollouts: list[str], node_of: d
             continue
         for entries in itertools.product(*doors):
             passed = [(door, n) for door in entries for n in needers if node_of[n] == node_of[door] and n != door]
-            for holder, first in itertools.product(holders, entries):
-                sent = [(holder, first), *((first, door) for door in entries if door != first)]
-                out.append(fixed + sent + passed)
+            for holder, *roots in itertools.product(
+                holders, *([d for d in entries if cluster(d) == each] for each in sorted(needing_clusters))
+            ):
+                for first in roots:
+                    if near and not (cluster(holder) in near and cluster(first) == cluster(holder)):
+                        continue
+                    root_of = {cluster(root): root for root in roots}
+                    sent = [(holder, first), *((first, root) for root in roots if root != first)]
+                    sent += [(root_of[cluster(door)], door) for door in entries if door not in roots]
+                    out.append(fixed + sent + passed)
     return out
 
 
@@ -91,7 +106,7 @@ def best_by_paths(tensors: Tensors, topology: Topology, workers: list[str]) -> f
     rollouts = [worker for worker in workers if worker.startswith("engine")]
     columns, owner = [], []
     for number, (size, holders, needers) in enumerate(tensors.values()):
-        for way in ways(holders, needers, rollouts, node_of) if needers else []:
+        for way in ways(holders, needers, rollouts, node_of, topology) if needers else []:
             columns.append(Counter({k: v * size * 2 for k, v in loads_of(topology, way, node_of).items()}))
             owner.append(number)
     keys = sorted({key for column in columns for key in column}, key=str)
@@ -110,7 +125,7 @@ def best_by_paths(tensors: Tensors, topology: Topology, workers: list[str]) -> f
 @st.composite
 def tensor_cases(draw: st.DrawFn) -> tuple[Tensors, list[str], Topology]:
     trainers = [f"trainer/{rank}" for rank in range(draw(st.integers(1, 3)))]
-    rollouts = [f"engine/{e}/{r}" for e in range(draw(st.integers(1, 2))) for r in range(draw(st.integers(1, 3)))]
+    rollouts = [f"engine/{e}/{r}" for e in range(draw(st.integers(1, 3))) for r in range(draw(st.integers(1, 2)))]
     some_trainers = st.lists(st.sampled_from(trainers), min_size=1, max_size=3, unique=True)
     some_rollouts = st.lists(st.sampled_from(rollouts), max_size=4, unique=True)
     tensors = {
@@ -146,8 +161,8 @@ def test_pouring_is_lawful_and_no_better_than_the_optimum(drawn: tuple[Tensors, 
         if one.remote:
             assert sum(part for _, part in share.holders) == pytest.approx(1)
             assert sum(part for _, part in share.first) == pytest.approx(1)
-            for site, parts in zip(one.remote, share.entries or ((),), strict=True):
-                own = sum(part for door, part in share.first if door in site.doors)
+            for site, parts in zip(one.remote, share.entries, strict=True):
+                own = sum(part for door, part in (*share.first, *share.gateways) if door in site.doors)
                 assert own + sum(part for _, part in parts) == pytest.approx(1)
         for parts in share.sources:
             assert sum(part for _, part in parts) == pytest.approx(1)
@@ -163,7 +178,7 @@ def test_brute_force_over_single_elements() -> None:
     )
     workers = ["trainer/0", "trainer/1", "engine/0/0", "engine/0/1", "engine/1/0", "engine/1/1"]
     node_of = {worker: topology.node_of(worker) for worker in workers}
-    one_way = ways(workers[:2], workers[2:], workers[2:], node_of)
+    one_way = ways(workers[:2], workers[2:], workers[2:], node_of, topology)
     per_way = [loads_of(topology, way, node_of) for way in one_way]
     best = min(max(sum(mix, Counter()).values()) for mix in itertools.combinations_with_replacement(per_way, 4)) * 2
     tensors: Tensors = {"w": (4, workers[:2], workers[2:])}
@@ -219,6 +234,7 @@ def plan_by_nodes(demand: Correspondence, topology: Topology) -> Plan:
         bound_link=bound.link,
         optimum_s=division.optimum_s,
         load_s=largest_load_s(routes, links),
+        clusters=links.cluster,
     )
     check_demand(plan, demand)
     return plan

@@ -35,7 +35,7 @@ def planned(holders: Maps, needers: Maps, topology: Topology, buffer_bytes: int 
     demand = correspond(holders, needers)
     plan = make_plan(demand, topology, buffer_bytes=buffer_bytes)
     sides = [{w: frozenset(m.held().ids().tolist()) for w, m in side.items()} for side in (holders, needers)]
-    replay(plan, Case(demand.space, *sides), {w: topology.node_of(w) for w in plan.workers}, buffer_bytes)
+    replay(plan, Case(demand.space, *sides), topology, buffer_bytes)
     return plan
 
 

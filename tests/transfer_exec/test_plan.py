@@ -37,8 +37,8 @@ def route(ids: range, *hops: Hop, holder: str = "t0", item_bytes: int = 2) -> Ro
     return Route(RunTable.from_ids(list(ids)), item_bytes, holder, hops)
 
 
-def plan_of(*routes: Route, rounds: int = 1, nodes: tuple[int, ...] = NODES) -> Plan:
-    return Plan("s", HOLDERS, NEEDERS, nodes, routes, rounds, 64, 1.0, "link", 1.0, 1.0)
+def plan_of(*routes: Route, rounds: int = 1, nodes: tuple[int, ...] = NODES, clusters: tuple[int, ...] = ()) -> Plan:
+    return Plan("s", HOLDERS, NEEDERS, nodes, routes, rounds, 64, 1.0, "link", 1.0, 1.0, clusters)
 
 
 @settings(deadline=None)
@@ -136,6 +136,53 @@ def test_laws_of_structure(routes: list[Route], message: str) -> None:
         plan_of(*routes)
 
 
+APART = (0, 0, 0, 0, 1, 1)
+"""b0 and b1 are in a cluster of their own, in a node each here."""
+
+
+@pytest.mark.parametrize(
+    ("hops", "clusters", "message"),
+    [
+        ([FULL[0], Hop(EXTERNAL, "a0", "b0"), Hop(EXTERNAL, "b0", "b1")], APART, None),
+        (
+            [FULL[0], Hop(EXTERNAL, "a0", "b0"), Hop(EXTERNAL, "b0", "b1")],
+            (),
+            "from b0; expected the first receiver a0",
+        ),
+        (
+            [FULL[0], Hop(EXTERNAL, "a0", "b0"), Hop(EXTERNAL, "a0", "b1")],
+            APART,
+            "from a0; expected the gateway b0",
+        ),
+        ([FULL[0], Hop(EXTERNAL, "b0", "b1")], APART, "b0 sends to b1 what it has not got yet"),
+        (
+            [FULL[0], Hop(EXTERNAL, "a0", "b0"), Hop(EXTERNAL, "b0", "a1")],
+            APART,
+            "from b0; expected the first receiver a0",
+        ),
+        ([Hop(RECEIVE, "t0", "b0"), Hop(EXTERNAL, "b0", "a0")], APART, "a0 goes back into the holder's cluster"),
+        ([Hop(RECEIVE, "t0", "b0"), Hop(EXTERNAL, "b0", "a0")], (0, 0, 1, 1, 2, 2), None),
+    ],
+)
+def test_laws_between_clusters(hops: list[Hop], clusters: tuple[int, ...], message: str | None) -> None:
+    """A first receiver sends to one gateway of every other cluster, which forwards inside its own."""
+    nodes = (0, 1, 2, 3, 4, 5)
+    if message is None:
+        plan = plan_of(route(range(1, 3), *hops), nodes=nodes, clusters=clusters)
+        assert Plan.from_bytes(plan.to_bytes()).digest() == plan.digest()
+        assert Plan.from_bytes(plan.to_bytes()).clusters == clusters
+        return
+    with pytest.raises(PlanError, match=message):
+        plan_of(route(range(1, 3), *hops), nodes=nodes, clusters=clusters)
+
+
+def test_a_gateways_moves_come_after_what_it_gets() -> None:
+    hops = (FULL[0], Hop(EXTERNAL, "a0", "b1"), Hop(EXTERNAL, "b1", "b0"))
+    plan = plan_of(route(range(1, 3), *hops), nodes=(0, 1, 2, 3, 4, 5), clusters=APART)
+    assert plan.routes[0].legs() == (0, 0, 1)
+    assert [(move.source, move.target) for move in plan.moves()] == [hop[1:] for hop in hops]
+
+
 def test_a_rollout_passes_on_inside_its_node_only_what_came_from_outside() -> None:
     nodes = (0, 1, 2, 2, 2, 2)
     hops = (FULL[0], Hop(INTERNAL, "a0", "a1"), Hop(INTERNAL, "a1", "b0"))
@@ -219,6 +266,20 @@ def test_laws_of_demand(
         check_demand(plan_of(*routes), demand(need, held))
 
 
+def test_the_demand_knows_holders_in_needing_clusters() -> None:
+    """t1 is in the cluster of b0; a copy from t0 to b0 crosses for nothing, one from t1 does not."""
+    apart = {"nodes": (0, 1, 2, 3, 4, 5), "clusters": (0, 1, 0, 0, 1, 1)}
+    for holder, lawful in (("t0", False), ("t1", True)):
+        plan = plan_of(route(range(1, 7), Hop(RECEIVE, holder, "b0"), holder=holder), **apart)  # type: ignore[arg-type]
+        if lawful:
+            check_demand(plan, demand({"b0": range(1, 7)}))
+            continue
+        with pytest.raises(
+            PlanError, match=r"t0 -> b0 crosses clusters that it need not; .* one of the clusters \[1\]"
+        ):
+            check_demand(plan, demand({"b0": range(1, 7)}))
+
+
 def test_the_demand_knows_other_holders_in_a_node() -> None:
     """The route alone is lawful; that t1 beside a0 holds the ids too is known from the demand only."""
     plan = plan_of(route(range(1, 7), *FULL), nodes=COLOCATED)
@@ -248,11 +309,11 @@ def test_bytes_that_are_no_plan() -> None:
 
 def forged(**changes: object) -> bytes:
     """A plan's bytes with altered fields and a right checksum."""
-    from transfer_exec.plan_bytes import _plain, _Plan
+    from transfer_exec.plan_bytes import _MAGIC, _plain, _Plan
 
     fields = msgspec.msgpack.decode(_plain(plan_of(route(range(1, 30, 3), *FULL))), type=_Plan)
     values = {name: changes.get(name, getattr(fields, name)) for name in _Plan.__struct_fields__}
-    return seal(b"TLPLAN\x00\x01", msgspec.msgpack.encode(_Plan(**values)))  # type: ignore[arg-type]
+    return seal(_MAGIC, msgspec.msgpack.encode(_Plan(**values)))  # type: ignore[arg-type]
 
 
 def table(rows: list[list[int]]) -> Packed:
@@ -281,6 +342,8 @@ HOP_ROWS = [[0, 0, 2], [1, 2, 5], [2, 2, 3], [2, 5, 4]]
         ({"hops": table([[0, 1, 2], *HOP_ROWS[1:]])}, "breaks a law.*t1 sends to a0"),
         ({"rounds": "three"}, "no plan: "),
         ({"nodes": (0,)}, "breaks a law"),
+        ({"clusters": (0, 1)}, "breaks a law.*2 cluster numbers for 6 workers"),
+        ({"clusters": (0, 0, 0, 1, 1, 1)}, "breaks a law.*node of the plan is in two clusters"),
     ],
 )
 def test_forged_bytes_are_refused(changes: dict[str, object], message: str) -> None:

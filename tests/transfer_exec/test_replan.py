@@ -52,7 +52,7 @@ def test_as_if_all_maps_were_intersected_again(data: st.DataObject) -> None:
             replan(case.correspondence(), topology, lost=lost, joined=joined, buffer_bytes=64)
         return
     _, plan = replan(case.correspondence(), topology, lost=lost, joined=joined, buffer_bytes=64)
-    replay(plan, after, {worker: topology.node_of(worker) for worker in plan.workers}, 64)
+    replay(plan, after, topology, 64)
     assert plan.digest() == make_plan(again, topology, buffer_bytes=64).digest()
 
 
