@@ -207,7 +207,7 @@ class CopyTable:
         CopyTable
             With one axis; rows of one input row stay together, in row-major order of its unrolled axes.
         """
-        rows, axes = self.rows, self.axes
+        rows = self.rows
         index = np.arange(len(rows))
         extents = self.extents.copy()
         kept = np.zeros((len(rows), 3), dtype=np.int64)
@@ -216,18 +216,12 @@ class CopyTable:
         for column in range(3):
             kept[has, column] = rows[index[has], 2 + 3 * inner[has] + column]
         extents[index[has], inner[has]] = 1
-        repeats = np.prod(extents, axis=1, dtype=np.int64)
-        of_row = np.repeat(index, repeats)
-        local = np.arange(int(repeats.sum()), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        out = np.empty((len(local), 5), dtype=np.int64)
+        of_row, places = unroll(extents)
+        out = np.empty((len(of_row), 5), dtype=np.int64)
         out[:, :2] = rows[of_row, :2]
         out[:, 2:] = kept[of_row]
-        for axis in range(axes - 1, -1, -1):
-            extent = extents[of_row, axis]
-            step = local % extent
-            local //= extent
-            out[:, 0] += step * rows[of_row, 3 + 3 * axis]
-            out[:, 1] += step * rows[of_row, 4 + 3 * axis]
+        out[:, 0] += (places * self.target_strides[of_row]).sum(axis=1)
+        out[:, 1] += (places * self.source_strides[of_row]).sum(axis=1)
         return CopyTable(out)
 
     def source_runs(self) -> tuple[IdArray, IdArray]:
@@ -259,14 +253,8 @@ class CopyTable:
             count[goes_on] *= extent[goes_on]
             rest = many & ~joins & ~opens & ~goes_on
             outer[rows[rest], axis[rest]] = extent[rest]
-        repeats = np.prod(outer, axis=1, dtype=np.int64)
-        of_row = np.repeat(rows, repeats)
-        local = np.arange(len(of_row), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        begin = start[of_row]
-        for place in range(self.axes):
-            turns = outer[of_row, place]
-            begin += local % turns * steps[of_row, place]
-            local //= turns
+        of_row, places = unroll(outer)
+        begin = start[of_row] + (places * steps[of_row]).sum(axis=1)
         runs = np.stack([begin, length[of_row], np.maximum(stride, length)[of_row], count[of_row]], axis=1)
         return runs, of_row
 
@@ -274,3 +262,20 @@ class CopyTable:
         """Write every copy's ids into a flat int64 array of the parameter's size: the definition, in bulk."""
         flat = self.expand(np.full(len(self), -1, dtype=np.int64))
         out[flat.target_starts] = flat.source_starts
+
+
+def unroll(extents: IdArray) -> tuple[IdArray, IdArray]:
+    """Every multi-index of every row of extents, in row-major order.
+
+    Returns
+    -------
+    tuple
+        Row of each, shape ``(m,)``, and the multi-index, shape ``(m, axes)``.
+    """
+    repeats = np.prod(extents, axis=1, dtype=np.int64)
+    of_row = np.repeat(np.arange(len(extents)), repeats)
+    local = np.arange(len(of_row), dtype=np.int64) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    places = np.empty((len(of_row), extents.shape[1]), dtype=np.int64)
+    for axis in range(extents.shape[1] - 1, -1, -1):
+        local, places[:, axis] = np.divmod(local, extents[of_row, axis])
+    return of_row, places
