@@ -1,0 +1,125 @@
+"""The GPU backend: bit-equal to the reference under Triton's interpreter, and ahead-of-time code for two GPUs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transfer_exec.kernels._triton_kernels import move_tiles
+from transfer_exec.kernels.reference import ReferenceKernels
+from transfer_exec.kernels.triton import LINE_WORDS, SIDE, SMALL_ROWS, SMALL_WORDS, WARPS, TritonKernels, tiles_of
+
+HERE = Path(__file__).resolve().parent
+SHAPES = {"LINE_WORDS": LINE_WORDS, "SMALL_ROWS": SMALL_ROWS, "SMALL_WORDS": SMALL_WORDS, "SIDE": SIDE}
+
+
+def test_every_kind_of_tile_agrees_with_the_reference() -> None:
+    run = subprocess.run(
+        [sys.executable, str(HERE / "triton_interpreted.py")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.startswith("ok ")
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_it_compiles_ahead_of_time_without_spills(
+    capability: int, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    signature = {"rows": "*i64", "tiles": "*i64", "first": "i64", **dict.fromkeys(SHAPES, "constexpr")}
+    made = triton.compile(
+        ASTSource(fn=move_tiles, signature=signature, constexprs=SHAPES),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": WARPS, "enable_fp_fusion": False},
+    )
+    code = tmp_path / "kernel.cubin"
+    code.write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "--dump-resource-usage", code], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL"))
+    record_property("registers", registers)
+    record_property("spilled_bytes", stack + local)
+    assert stack + local == 0
+    assert registers <= 128  # four programs of four warps a multiprocessor at least
+    # Long runs move 16 bytes a thread and load; a transpose passes through shared memory.
+    assert "ld.global.v2.b64" in made.asm["ptx"]
+    assert "st.global.v2.b64" in made.asm["ptx"]
+    assert made.metadata.shared >= SIDE * SIDE * 8
+
+
+def test_tiles_cover_every_word_once() -> None:
+    rng = np.random.default_rng(2)
+    rows = np.zeros((300, 9), dtype=np.int64)
+    rows[:, 6] = rng.integers(0, 3000, 300)
+    rows[:, 7] = rng.integers(0, 40, 300)
+    rows[:, 8] = 1
+    rows[:, 0] = 1 << 20
+    rows[:, 3] = 1 << 40
+    rows[:, [1, 4]] = rng.choice([2, 4], (300, 2))
+    rows[:, 2] = 8000
+    rows[:, 5] = 9000
+    table, tiles = tiles_of(rows)
+    covered = np.zeros(len(table), dtype=np.int64)
+    for row, run, word, how in tiles.tolist():
+        length, count = table[row, 6:].tolist()
+        match how // 32:
+            case 0:
+                covered[row] += min(LINE_WORDS, length - word)
+            case 1:
+                covered[row] += min(LINE_WORDS // length, count - run) * length
+            case 2:
+                covered[row : row + run] += table[row : row + run, 6]
+            case _:
+                covered[row] += min(SIDE, length - word) * min(SIDE, count - run)
+    assert np.array_equal(covered, table[:, 6] * table[:, 7])
+    words = np.where(table[:, 1] == table[:, 4], table[:, 1] // 2, 1)
+    assert int((covered * words).sum()) == int((rows[:, 6] * rows[:, 7]).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_every_piece_size_agrees_and_is_as_fast_as_memory() -> None:
+    """Correct for every size; the ratio to a device-to-device copy is printed, never asserted."""
+    device = torch.device("cuda")
+    total = 1 << 28
+    source = torch.randint(0, 255, (total,), dtype=torch.uint8, device=device)
+    for size in (65536, 4096, 256, 64):
+        target = torch.zeros_like(source)
+        order = torch.randperm(total // size)
+        rows = np.zeros((total // size, 9), dtype=np.int64)
+        rows[:, 0] = source.data_ptr() + order.numpy() * size
+        rows[:, 3] = target.data_ptr() + np.arange(total // size) * size
+        rows[:, [1, 4, 6, 7]] = 1, 1, size, 1
+        job = TritonKernels(device).prepare(rows)
+        job.run()
+        assert torch.equal(target.view(-1, size), source.view(-1, size)[order.to(device)])
+        floor = _seconds(partial(target.copy_, source))
+        print(f"{size} bytes a piece: {floor / _seconds(job.launch):.2f} of a copy")
+
+
+def _seconds(work: Callable[[], object], times: int = 10) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    work()
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / times
+
+
+def test_rows_are_prepared_without_a_gpu_and_the_reference_is_an_equal_backend() -> None:
+    empty = np.empty((0, 9), dtype=np.int64)
+    job = TritonKernels("cpu").prepare(empty)
+    assert (job.rows.shape, job.tiles.shape) == ((0, 8), (0, 4))
+    assert (TritonKernels("cpu").name, ReferenceKernels().name) == ("triton", "reference")
