@@ -103,7 +103,7 @@ def live_tensors(
 
 
 def bind(
-    table: GatherTable, tensors: Sequence[LiveTensor], buffer_addresses: Sequence[int], *, packing: bool
+    table: GatherTable, tensors: Sequence[LiveTensor], buffer_addresses: IdArray, *, packing: bool
 ) -> list[IdArray]:
     """Turn gather rows into rows of addresses.
 
@@ -114,7 +114,7 @@ def bind(
     tensors
         From `live_tensors`.
     buffer_addresses
-        Of the four buffers.
+        Of the four buffers' slots, shape ``(4, depth)``; round k uses slot ``k % depth``.
     packing
         Tensors are the source; otherwise they are the target.
 
@@ -140,7 +140,7 @@ def bind(
     source, target = (tensor_side, buffer_side) if packing else (buffer_side, tensor_side)
     out[:, RowColumn.SOURCE : RowColumn.TARGET] = rows[:, source]
     out[:, RowColumn.TARGET : RowColumn.LENGTH] = rows[:, target]
-    begins = np.array(buffer_addresses, dtype=np.int64)[rows[:, Column.BUFFER]]
+    begins = buffer_addresses[rows[:, Column.BUFFER], rounds % buffer_addresses.shape[1]]
     out[:, RowColumn.TARGET if packing else RowColumn.SOURCE] += begins
     out[:, [RowColumn.LENGTH, RowColumn.COUNT, RowColumn.CODE]] = rows[:, [Column.LENGTH, Column.COUNT, Column.CODE]]
     return np.split(out, np.searchsorted(rounds, np.arange(1, len(table.bounds) - 1)))

@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import Executor as Pool
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,9 @@ from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.transport.base import Endpoint, Transport, check_process
 from transfer_exec.update import Steps, Update, Wait, first_number
+
+DEPTH = 2
+"""Rounds under way at once, where nobody says otherwise."""
 
 _SPINS = 50
 _SHORTEST_SLEEP_S = 20e-6
@@ -53,7 +58,9 @@ class Executor:
     deadline_s
         Longest time that any single wait may take.
     kernels
-        Backend; numba on the calling thread by default.
+        Backend; numba by default.
+    depth
+        Rounds under way at once, equal on all workers; the buffers' memory is that many times a round's.
 
     Raises
     ------
@@ -71,6 +78,7 @@ class Executor:
         *,
         deadline_s: float = 60.0,
         kernels: Kernels | None = None,
+        depth: int = DEPTH,
     ) -> None:
         if transport.worker != program.worker:
             raise TransportError(
@@ -87,13 +95,15 @@ class Executor:
             if tensor.staged
         }
         self._tensors = live_tensors(program, memory, self._staged)
-        self._buffers = open_buffers(program, transport)
+        self._buffers = open_buffers(program, transport, depth)
         addresses = self._buffers.addresses
         self._pack, self._assemble = (
             [self._kernels.prepare(rows) for rows in bind(table, self._tensors, addresses, packing=packing)]
             for table, packing in ((program.pack, True), (program.assemble, False))
         )
-        self._endpoint = transport.endpoint(program.plan_digest)
+        self._layout = f"{program.plan_digest} at depth {self._buffers.depth}"
+        self._endpoint = transport.endpoint(self._layout)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="transload-kernels")
         self._connected: set[str] = set()
         self._newest = -1
         self._failure = ""
@@ -134,10 +144,10 @@ class Executor:
                 raise TransportError(f"{self._program.worker}: no endpoint of {peer}, which its program writes to")
             if endpoint.worker != peer:
                 raise TransportError(f"{self._program.worker}: got the endpoint of {endpoint.worker} as that of {peer}")
-            if endpoint.program != self._program.plan_digest:
+            if endpoint.program != self._layout:
                 raise TransportError(
                     f"{peer}: laid out its buffers for plan {endpoint.program}, {self._program.worker} for "
-                    f"{self._program.plan_digest}; both must compile one plan"
+                    f"{self._layout}; both must compile one plan for one depth"
                 )
             self._transport.connect(endpoint)
             self._connected.add(peer)
@@ -162,7 +172,7 @@ class Executor:
         After an error parameters may be half written, and the executor does not run again: peers may still be at
         the old version. Make a new one on a new transport.
         """
-        steps = self.start(version)
+        steps = self.start(version, self._pool)
         previous: Wait | None = None
         since, polls = 0.0, 0
         try:
@@ -177,18 +187,21 @@ class Executor:
                     previous, since, polls = wait, now, 0
                 if self._abort_reason:
                     raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
-                if now - since > self._deadline_s:
+                if now - since > self._deadline_s and not wait.on_itself:
                     raise DeadlineError(f"{self._program.worker}: waited {self._deadline_s:g} s at {wait}")
                 _pause(polls)
                 polls += 1
         except BaseException as error:
             self._failure = f"version {version} failed: {error}"
             raise
+        finally:
+            steps.close()
 
-    def start(self, version: int) -> Steps:
+    def start(self, version: int, pool: Pool | None = None) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
-        It returns the `WorkerReport`. `run` is the usual way to drive it.
+        It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that
+        they run beside the wire; without a pool they run inside the steps.
         """
         check_process(self._pid, self._program.worker)
         if self._abort_reason:
@@ -204,7 +217,7 @@ class Executor:
         if unknown:
             raise TransportError(f"{self._program.worker}: is not connected to {', '.join(unknown)}")
         self._newest = version
-        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version)
+        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version, pool)
         return update.steps(self._pack, self._assemble)
 
     def abort(self, reason: str) -> None:
@@ -214,6 +227,7 @@ class Executor:
     def close(self) -> None:
         """Stop a run at its next wait, and let go of peers; what peers still write lands in memory nobody reads."""
         self._abort_reason = self._abort_reason or "the executor was closed"
+        self._pool.shutdown(wait=False)
         self._transport.close()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from layout_algebra.source_map import SourceMap
 from transfer_exec.compiler import compile_from_regions
 from transfer_exec.errors import ProgramError, TransportError
-from transfer_exec.executor import Executor
+from transfer_exec.executor import DEPTH, Executor
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.plan import Plan
 from transfer_exec.regions import Regions
@@ -28,6 +28,7 @@ def run_in_process(
     version: int = 0,
     network: LoopbackNetwork | None = None,
     kernels: Kernels | None = None,
+    depth: int = DEPTH,
     inspect: Callable[[Mapping[str, Executor]], None] | None = None,
 ) -> TransferReport:
     """Run one update of all workers of a plan, in place.
@@ -47,6 +48,8 @@ def run_in_process(
         A loopback network that may misbehave; by default one that does not.
     kernels
         Backend; numba by default.
+    depth
+        Rounds under way at once.
     inspect
         Called with the executors, connected, before the first byte.
 
@@ -72,7 +75,7 @@ def run_in_process(
     try:
         for worker, program in programs.items():
             given = memory.get(worker, {})
-            executors[worker] = Executor(program, given, network.transport(worker), kernels=kernels)
+            executors[worker] = Executor(program, given, network.transport(worker), kernels=kernels, depth=depth)
         endpoints = {worker: executor.endpoint for worker, executor in executors.items()}
         for executor in executors.values():
             executor.connect(endpoints)

@@ -8,7 +8,7 @@ moves in which round. It names buffers and flags, never addresses, and is bound 
     a trainer       Pack  Write(engine/0/0)  Write(engine/1/0)
     a rollout       Await(RECEIVE)  Exchange(engine/1/0)  Await(EXTERNAL)  Await(INTERNAL)  Assemble  Release
 
-`Write` and `Exchange` first wait until the peer has released what it got in the round before; they then write and
+`Write` and `Exchange` first wait until the peer has released what it got in the slot's last round; they then write and
 raise the peer's flag. `Release` tells every worker that wrote here that all buffers are free again, which is after
 the last reader has finished: the forwarding and the assembling.
 """

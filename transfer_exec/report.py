@@ -56,8 +56,10 @@ class WorkerReport:
         Whose and which.
     transport, kernels
         Names of what really ran.
-    rounds
-        Rounds passed.
+    rounds, depth
+        Rounds passed, and how many of them at once.
+    staging_bytes
+        Memory of the buffers: ``depth`` times what the fullest round needs.
     bytes_sent, bytes_received
         Payload by stage: receive, external, internal.
     started_at, finished_at
@@ -73,6 +75,8 @@ class WorkerReport:
     transport: str
     kernels: str
     rounds: int
+    depth: int
+    staging_bytes: int
     bytes_sent: tuple[int, int, int]
     bytes_received: tuple[int, int, int]
     started_at: float

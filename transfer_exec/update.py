@@ -1,11 +1,20 @@
 """One version's way through a worker's program, as a generator of waits.
 
-It runs as far as it can, yields a `Wait` whenever a flag or a write it needs is not there yet, and returns the
-`WorkerReport`.
+Up to ``depth`` rounds are under way at once, each in a slot of its own of every buffer: round k in slot ``k % depth``.
+A slot passes its rounds one after the other, each from its packing to its release, and the slots go side by side: while
+one round is on the wire, the next is packed and the one before assembled. Every instruction takes the rounds in order.
+
+::
+
+    slot 0    pack 0 | write 0           | pack 2 | write 2 ...
+    slot 1             pack 1 | write 1           | pack 3 | ...
+
+It runs as far as it can, yields a `Wait` whenever no round can go on, and returns the `WorkerReport`.
 
 Flags carry numbers that only grow: version v has ``(v + 1) * (rounds + 1)`` for "ready for version v", and one more
 per round; 0 is what a flag has before its first signal. A worker writes round k of a version only after the peer has
-released round k - 1 of the same version, so a worker that is late for an old version never writes into a newer one.
+released round k - depth of the same version, which is after the peer's last reader of that slot has finished. So a
+worker that is late for an old version never writes into a newer one.
 """
 
 from __future__ import annotations
@@ -13,10 +22,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor as Pool
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from transfer_exec.buffers import Buffers
+from transfer_exec.buffers import Buffers, slot_name
 from transfer_exec.errors import TransportError
 from transfer_exec.kernels.base import Job
 from transfer_exec.plan import Stage
@@ -28,14 +39,14 @@ from transfer_exec.transport.base import Ticket, Transport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """What a worker is waiting for; a new object for every wait.
+    """What a worker is waiting for; a new object whenever it has moved on.
 
     Attributes
     ----------
     version, round
-        Where it is.
+        Where it is; of several rounds under way the oldest.
     stage
-        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``.
+        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"`` or ``"ASSEMBLE"`` while its own kernels run.
     what
         For whom and for what, in words.
     """
@@ -48,11 +59,19 @@ class Wait:
     def __str__(self) -> str:
         return f"version {self.version}, round {self.round}, stage {self.stage}: {self.what}"
 
+    @property
+    def on_itself(self) -> bool:
+        """Whether its own kernels are running, which no peer can hold up."""
+        return self.stage in (Buffer.PACK.name, _ASSEMBLE)
+
 
 Steps: TypeAlias = Generator[Wait, None, WorkerReport]
 """One worker's update: yields while it waits, returns its report."""
 
 _Waits: TypeAlias = Generator[Wait, None, None]
+_Group: TypeAlias = list[tuple[int, Instruction]]
+
+_ASSEMBLE = "ASSEMBLE"
 
 
 class Update:
@@ -66,15 +85,31 @@ class Update:
         Name of the backend, for the report.
     version
         Which.
+    pool
+        Where packing and assembling run, one at a time, beside the caller; without one, on the calling thread.
     """
 
-    def __init__(self, program: Program, transport: Transport, kernels: str, buffers: Buffers, version: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        transport: Transport,
+        kernels: str,
+        buffers: Buffers,
+        version: int,
+        pool: Pool | None = None,
+    ) -> None:
         self._program = program
         self._transport = transport
         self._kernels = kernels
-        self._handles = buffers.handles
+        self._buffers = buffers
         self._version = version
+        self._pool = pool
         self._base = first_number(version, program.rounds)
+        self._passed = [0] * len(program.instructions)
+        self._moves = 0
+        self._in_flight: dict[Ticket, Wait] = {}
+        self._running: list[Future[None]] = []
+        self._failures: list[TransportError] = []
         self._sent = [0, 0, 0]
         self._write_s = [0.0, 0.0, 0.0]
         self._await_s = [0.0, 0.0, 0.0]
@@ -87,27 +122,105 @@ class Update:
         started_at = time.monotonic()
         if self._program.release is not None:
             self._signal_release(self._program.release, self._base)
-        steps = _with_writes_together(self._program.instructions)
-        for number in range(self._program.rounds):
-            for step in steps:
-                match step:
-                    case Pack():
-                        begun = time.monotonic()
-                        pack[number].run()
-                        self._pack_s += time.monotonic() - begun
-                    case Assemble():
-                        begun = time.monotonic()
-                        assemble[number].run()
-                        self._assemble_s += time.monotonic() - begun
-                    case Await():
-                        yield from self._await(step, number)
-                    case Release():
-                        self._signal_release(step, self._base + number + 1)
-                    case _:
-                        yield from _side_by_side([self._write(each, number) for each in step])
+        groups = _with_writes_together(self._program.instructions)
+        depth = min(self._buffers.depth, self._program.rounds)
+        try:
+            yield from self._all_slots([self._slot(first, groups, pack, assemble) for first in range(depth)])
+        finally:
+            wait(self._running)  # a kernel that has begun writes to its end, whatever else has failed
         return self._report(started_at)
 
-    def _write(self, step: Write | Exchange, number: int) -> _Waits:
+    def _all_slots(self, slots: list[_Waits]) -> _Waits:
+        """Take every round as far as it can go, the oldest first; what failed is raised when all writes have ended."""
+        shown: Wait | None = None
+        while slots:
+            before = self._moves
+            left, waits = [], []
+            for slot in slots:
+                try:
+                    waits.append(next(slot))
+                    left.append(slot)
+                except StopIteration:
+                    self._moves += 1
+                except TransportError as error:
+                    yield from self._give_up(error)
+            slots = left
+            if self._moves != before:
+                shown = None
+                continue
+            if shown is None:
+                shown = replace(min(waits, key=lambda each: each.round))
+            yield shown
+
+    def _give_up(self, error: TransportError) -> _Waits:
+        """Wait until every write of any round has ended, then raise all that failed."""
+        self._note(error)
+        while self._in_flight:
+            for ticket, under_way in list(self._in_flight.items()):
+                try:
+                    self._ended(ticket)
+                except TransportError as another:
+                    self._note(TransportError(f"{self._program.worker}, {under_way}: {another}"))
+            if self._in_flight:
+                yield next(iter(self._in_flight.values()))
+        if len(self._failures) == 1:
+            raise error
+        raise TransportError("; ".join(str(each) for each in self._failures))
+
+    def _note(self, error: TransportError) -> None:
+        if error not in self._failures:
+            self._failures.append(error)
+
+    def _slot(self, first: int, groups: Sequence[_Group], pack: Sequence[Job], assemble: Sequence[Job]) -> _Waits:
+        """Every ``depth``-th round from the first."""
+        for number in range(first, self._program.rounds, self._buffers.depth):
+            for group in groups:
+                index, step = group[0]
+                match step:
+                    case Pack():
+                        begun = yield from self._run(pack[number], Buffer.PACK.name, index, number)
+                        self._pack_s += time.monotonic() - begun
+                    case Assemble():
+                        begun = yield from self._run(assemble[number], _ASSEMBLE, index, number)
+                        self._assemble_s += time.monotonic() - begun
+                    case Await():
+                        yield from self._await(step, index, number)
+                    case Release():
+                        yield from self._in_turn(index, number)
+                        self._signal_release(step, self._base + number + 1)
+                    case _:
+                        yield from self._side_by_side([self._write(each, at, number) for at, each in group])
+                        continue
+                self._pass(index)
+
+    def _in_turn(self, index: int, number: int) -> _Waits:
+        """Wait until an instruction has passed the round before."""
+        turn = Wait(self._version, number, "ORDER", "for the round before")
+        while self._passed[index] < number:
+            yield turn
+
+    def _pass(self, index: int) -> None:
+        self._passed[index] += 1
+        self._moves += 1
+
+    def _run(self, job: Job, stage: str, index: int, number: int) -> Generator[Wait, None, float]:
+        """Run a kernel; when it began."""
+        yield from self._in_turn(index, number)
+        begun = time.monotonic()
+        if self._pool is None:
+            job.run()
+            return begun
+        running = self._pool.submit(job.run)
+        self._running = [*(each for each in self._running if not each.done()), running]
+        busy = Wait(self._version, number, stage, "for its own kernel")
+        while not running.done():
+            yield busy
+        running.result()
+        return begun
+
+    def _write(self, step: Instruction, index: int, number: int) -> _Waits:
+        assert isinstance(step, (Write, Exchange))
+        yield from self._in_turn(index, number)
         begun = time.monotonic()
         free = Wait(self._version, number, step.stage.name, f"for {step.peer} to release its buffers")
         while not self._released(step, number):
@@ -115,13 +228,17 @@ class Update:
         posted = time.monotonic()
         self._release_wait_s += posted - begun
         self._touch(posted)
+        self._moves += 1
+        under_way = Wait(self._version, number, step.stage.name, f"for a write to {step.peer} to complete")
+        slot = number % self._buffers.depth
         tickets = []
         for table in step.tables:
             rows = self._program.descriptors[table].of_round(number)
             if len(rows):
-                handle = self._handles[self._program.descriptors[table].buffer]
-                tickets.append(self._transport.write(handle, step.peer, Buffer.of_stage(step.stage).name, rows))
-        under_way = Wait(self._version, number, step.stage.name, f"for a write to {step.peer} to complete")
+                source = self._buffers.handles[self._program.descriptors[table].buffer][slot]
+                target = slot_name(Buffer.of_stage(step.stage), slot)
+                tickets.append(self._transport.write(source, step.peer, target, rows))
+                self._in_flight[tickets[-1]] = under_way
         yield from self._drain(tickets, under_way)
         done = time.monotonic()
         self._touch(done)
@@ -129,10 +246,35 @@ class Update:
         self._sent[step.stage.value] += sum(
             self._program.descriptors[table].bytes_of_round(number) for table in step.tables
         )
-        tag = message_tag(self._program.plan_digest, step.stage, self._program.worker, step.peer, number)
+        tag = message_tag(self._program.plan_digest, step.stage, self._program.worker, step.peer)
         self._transport.signal(step.peer, step.flag, self._base + number + 1, tag)
+        self._pass(index)
 
-    def _drain(self, tickets: Sequence[Ticket], wait: Wait) -> _Waits:
+    def _side_by_side(self, jobs: Sequence[_Waits]) -> _Waits:
+        """Poll several generators in turn until all have ended; no slow peer holds up the others.
+
+        If some fail, the rest still end before the first failure is raised.
+        """
+        pending = list(jobs)
+        failed: list[TransportError] = []
+        while pending:
+            left, waits = [], []
+            for job in pending:
+                try:
+                    waits.append(next(job))
+                    left.append(job)
+                except StopIteration:
+                    continue
+                except TransportError as error:
+                    self._note(error)
+                    failed.append(error)
+            pending = left
+            if waits:
+                yield waits[0]
+        if failed:
+            raise failed[0]
+
+    def _drain(self, tickets: Sequence[Ticket], under_way: Wait) -> _Waits:
         """Wait until every write has ended, and only then raise what failed."""
         failures: list[str] = []
         pending = list(tickets)
@@ -140,16 +282,29 @@ class Update:
             left = []
             for ticket in pending:
                 try:
-                    if not self._transport.finished(ticket):
+                    if not self._ended(ticket):
                         left.append(ticket)
                 except TransportError as error:
                     failures.append(str(error))
             pending = left
             if not pending:
                 break
-            yield wait
+            yield under_way
         if failures:
-            raise TransportError(f"{self._program.worker}, {wait}: " + "; ".join(failures))
+            raise TransportError(f"{self._program.worker}, {under_way}: " + "; ".join(failures))
+
+    def _ended(self, ticket: Ticket) -> bool:
+        """Whether a write has ended; raises what failed, once."""
+        if ticket not in self._in_flight:
+            return True
+        try:
+            ended = self._transport.finished(ticket)
+        except TransportError:
+            del self._in_flight[ticket]
+            raise
+        if ended:
+            del self._in_flight[ticket]
+        return ended
 
     def _released(self, step: Write | Exchange, number: int) -> bool:
         sequence = self._transport.flag(step.release).sequence
@@ -158,24 +313,28 @@ class Update:
                 f"{step.peer} is past version {self._version}, which {self._program.worker} is still sending; "
                 "the update was given up there"
             )
-        return sequence >= self._base + number
+        return sequence >= self._base + max(number + 1 - self._buffers.depth, 0)
 
-    def _await(self, step: Await, number: int) -> _Waits:
+    def _await(self, step: Await, index: int, number: int) -> _Waits:
+        yield from self._in_turn(index, number)
         begun = time.monotonic()
         for source, flag in zip(step.sources, step.flags, strict=True):
-            wait = Wait(self._version, number, step.stage.name, f"for the message of {source}")
+            message = Wait(self._version, number, step.stage.name, f"for the message of {source}")
             while not self._arrived(step.stage, source, flag, number):
-                yield wait
+                yield message
             self._touch(time.monotonic())
+            self._moves += 1
         self._await_s[step.stage.value] += time.monotonic() - begun
 
     def _arrived(self, stage: Stage, source: str, flag: int, number: int) -> bool:
+        """Whether a round's message is there; its source may have announced those of later slots since."""
         sequence, tag = self._transport.flag(flag)
         expected = self._base + number + 1
         if sequence < expected:
             return False
-        mine = message_tag(self._program.plan_digest, stage, source, self._program.worker, number)
-        if sequence > expected or tag != mine:
+        last = self._base + min(number + self._buffers.depth, self._program.rounds)
+        mine = message_tag(self._program.plan_digest, stage, source, self._program.worker)
+        if sequence > last or tag != mine:
             raise TransportError(
                 f"{self._program.worker}: {source} announced message {sequence} with layout {tag:#x} in stage "
                 f"{stage.name}; expected message {expected} (version {self._version}, round {number}) with {mine:#x}"
@@ -198,6 +357,8 @@ class Update:
             transport=self._transport.name,
             kernels=self._kernels,
             rounds=self._program.rounds,
+            depth=self._buffers.depth,
+            staging_bytes=self._buffers.total_bytes,
             bytes_sent=_three(self._sent),
             bytes_received=_three(self._program.arriving.sum(axis=1).tolist()),
             started_at=started_at,
@@ -219,53 +380,25 @@ def first_number(version: int, rounds: int) -> int:
     return (version + 1) * (rounds + 1)
 
 
-def message_tag(plan_digest: str, stage: Stage, source: str, target: str, number: int) -> int:
-    """63 bits that name one message of one plan, so that a receiver never reads bytes by another layout."""
-    text = f"{plan_digest}/{stage.name}/{source}/{target}/{number}"
+def message_tag(plan_digest: str, stage: Stage, source: str, target: str) -> int:
+    """63 bits that name one worker's messages to another in one plan, so that nobody reads bytes by another layout.
+
+    The same in every round: a flag's number and tag may be read while the next round's are being stored.
+    """
+    text = f"{plan_digest}/{stage.name}/{source}/{target}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _with_writes_together(
-    instructions: Sequence[Instruction],
-) -> list[Pack | Await | Assemble | Release | list[Write | Exchange]]:
-    """Neighbouring writes of one stage become one list."""
-    out: list[Pack | Await | Assemble | Release | list[Write | Exchange]] = []
-    for step in instructions:
-        if not isinstance(step, (Write, Exchange)):
-            out.append(step)
-            continue
-        last = out[-1] if out else None
-        if isinstance(last, list) and last[-1].stage is step.stage:
-            last.append(step)
+def _with_writes_together(instructions: Sequence[Instruction]) -> list[_Group]:
+    """Instructions and their positions; neighbouring writes of one stage are one group, others are alone."""
+    groups: list[_Group] = []
+    for index, step in enumerate(instructions):
+        last = groups[-1][-1][1] if groups else None
+        if isinstance(step, (Write, Exchange)) and isinstance(last, (Write, Exchange)) and last.stage is step.stage:
+            groups[-1].append((index, step))
         else:
-            out.append([step])
-    return out
-
-
-def _side_by_side(jobs: Sequence[_Waits]) -> _Waits:
-    """Poll several generators in turn until all have ended; no slow peer holds up the others.
-
-    If some fail, the rest still end before the failures are raised.
-    """
-    pending = list(jobs)
-    failures: list[TransportError] = []
-    while pending:
-        left, waits = [], []
-        for job in pending:
-            try:
-                waits.append(next(job))
-                left.append(job)
-            except StopIteration:
-                continue
-            except TransportError as error:
-                failures.append(error)
-        pending = left
-        if waits:
-            yield waits[0]
-    if len(failures) == 1:
-        raise failures[0]
-    if failures:
-        raise TransportError("; ".join(str(error) for error in failures))
+            groups.append([(index, step)])
+    return groups
 
 
 def _three(counts: Sequence[int]) -> tuple[int, int, int]:

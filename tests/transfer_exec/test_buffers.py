@@ -139,16 +139,31 @@ def test_buffers_are_exactly_the_programs(make: type[SharedMemoryTransport]) -> 
     """5 rounds of 24 elements: 5, 5, 5, 5 and 4; nothing for stages without traffic."""
     transport: Transport = make("e")
     program = program_of("e")
-    buffers = open_buffers(program, transport)
-    assert {buffer: memory.nbytes for buffer, memory in buffers.memory.items()} == {
-        Buffer.PACK: 0,
-        Buffer.RECEIVE: 20,
-        Buffer.EXTERNAL: 0,
-        Buffer.INTERNAL: 0,
+    buffers = open_buffers(program, transport, 3)
+    assert {buffer: [slot.nbytes for slot in slots] for buffer, slots in buffers.memory.items()} == {
+        Buffer.PACK: [0, 0, 0],
+        Buffer.RECEIVE: [20, 20, 20],
+        Buffer.EXTERNAL: [0, 0, 0],
+        Buffer.INTERNAL: [0, 0, 0],
     }
-    assert buffers.total_bytes == 20
+    assert (buffers.depth, buffers.total_bytes) == (3, 60)
     assert set(buffers.handles) == {Buffer.RECEIVE}
     endpoint = transport.endpoint("plan")
-    assert [(region.name, region.size_bytes) for region in endpoint.regions] == [("RECEIVE", 20)]
+    assert [(region.name, region.size_bytes) for region in endpoint.regions] == [
+        ("RECEIVE/0", 20),
+        ("RECEIVE/1", 20),
+        ("RECEIVE/2", 20),
+    ]
     assert endpoint.channels == program.flags == 1
-    assert buffers.addresses[1] == buffers.memory[Buffer.RECEIVE].ctypes.data
+    received = buffers.memory[Buffer.RECEIVE]
+    assert buffers.addresses[1].tolist() == [slot.ctypes.data for slot in received]
+    assert all(slot.base is received[0].base for slot in received), "one allocation"
+    assert not any(address % 64 for address in buffers.addresses[1].tolist())
+
+
+def test_no_more_slots_than_rounds_and_at_least_one() -> None:
+    program = program_of("e")
+    assert open_buffers(program, LoopbackNetwork().transport("e"), 9).depth == program.rounds == 5
+    for depth in (0, -1, True):
+        with pytest.raises(ProgramError, match="e: depth is .*; expected at least one round under way"):
+            open_buffers(program, LoopbackNetwork().transport("e"), depth)

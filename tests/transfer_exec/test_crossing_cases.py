@@ -78,8 +78,9 @@ def crossed(
 def poison(executors: Mapping[str, Executor]) -> None:
     """NaN in every buffer."""
     for executor in executors.values():
-        for memory in executor.buffers.memory.values():
-            memory[:] = 0xFF
+        for slots in executor.buffers.memory.values():
+            for memory in slots:
+                memory[:] = 0xFF
 
 
 def rows(*picked: int) -> np.ndarray:
@@ -151,7 +152,8 @@ def run_pair(space: CheckpointSpace, ids: np.ndarray, source: object, target: ob
 # T10
 
 
-def test_t10_tensors_larger_than_the_buffer() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_t10_tensors_larger_than_the_buffer(depth: int) -> None:
     space = space_of(a=("F16", 20), b=("F16", 4), c=("F16", 12), d=("F16", 17))
     layout = {name: ids_of(space, name) for name in space.names}
     source_map = SourceMap.from_ids(space, layout)
@@ -167,9 +169,11 @@ def test_t10_tensors_larger_than_the_buffer() -> None:
     values = {name: np.arange(ids.size, dtype=np.float16) + 100 * k for k, (name, ids) in enumerate(layout.items())}
     target = {name: np.zeros_like(value) for name, value in values.items()}
     maps = {"trainer/0": source_map, "engine/0/0": source_map}
-    run_in_process(plan, maps, {"trainer/0": values, "engine/0/0": target}, inspect=measure)
+    report = run_in_process(plan, maps, {"trainer/0": values, "engine/0/0": target}, depth=depth, inspect=measure)
     assert all(np.array_equal(target[name], values[name]) for name in values)
-    assert sizes == {"trainer/0": 16, "engine/0/0": 16}, "106 bytes in 7 rounds of at most 16"
+    assert sizes == {"trainer/0": depth * 16, "engine/0/0": depth * 16}, "106 bytes in 7 rounds of at most 16"
+    assert {each.staging_bytes for each in report.workers.values()} == {depth * 16}
+    assert {each.depth for each in report.workers.values()} == {depth}
     assert plan.rounds == 7
 
 

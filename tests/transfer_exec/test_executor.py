@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -18,6 +17,7 @@ from crossing_worker import serve
 from layout_algebra.correspondence import correspond
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec.buffers import slot_name
 from transfer_exec.compiler import compile_program
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
 from transfer_exec.executor import Executor
@@ -62,10 +62,15 @@ def connected(
     transports: Mapping[str, Transport],
     *,
     deadline_s: float = 20.0,
+    depth: int = 2,
 ) -> dict[str, Executor]:
     executors = {
         worker: Executor(
-            compile_program(plan, worker, maps[worker]), memory[worker], transports[worker], deadline_s=deadline_s
+            compile_program(plan, worker, maps[worker]),
+            memory[worker],
+            transports[worker],
+            deadline_s=deadline_s,
+            depth=depth,
         )
         for worker in plan.workers
     }
@@ -146,25 +151,28 @@ def test_reports_tell_where_the_time_went() -> None:
 # T11: a slot is free only after all its readers have finished copying
 
 
-def test_a_buffer_is_not_written_before_its_reader_has_copied() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_buffer_is_not_written_before_its_reader_has_copied(depth: int) -> None:
     """engine/0/1 sleeps inside its assembling; until it has released, nobody writes its buffers."""
     plan, maps = case(buffer_bytes=64)
     memory = fresh_memory(maps)
-    executors = connected(plan, maps, memory, transports_of("shared_memory", plan))
+    executors = connected(plan, maps, memory, transports_of("shared_memory", plan), depth=depth)
     slow = executors["engine/0/1"]
     seen: list[bool] = []
 
     class SlowJob:
-        def __init__(self, job: Job) -> None:
+        def __init__(self, job: Job, slot: int) -> None:
             self._job = job
+            self._slot = slot
 
         def run(self) -> None:
-            received = {buffer: slow.buffers.memory[buffer].copy() for buffer in Buffer}
+            slots = [slow.buffers.memory[buffer][self._slot] for buffer in Buffer]
+            received = [slot.copy() for slot in slots]
             time.sleep(0.01)
-            seen.append(all(np.array_equal(received[b], slow.buffers.memory[b]) for b in Buffer))
+            seen.append(all(np.array_equal(was, slot) for was, slot in zip(received, slots, strict=True)))
             self._job.run()
 
-    slow._assemble = [SlowJob(job) for job in slow._assemble]
+    slow._assemble = [SlowJob(job, number % depth) for number, job in enumerate(slow._assemble)]
     for version in (0, 1):
         truth = set_version(memory, version)
         run_threads(executors, version)
@@ -419,5 +427,7 @@ def test_endpoints_survive_the_wire() -> None:
     again = Endpoint.from_bytes(executor.endpoint.to_bytes())
     assert again == executor.endpoint
     sizes = {region.name: region.size_bytes for region in again.regions}
-    assert sizes == {b.name: program.buffer_bytes(b) for b in Buffer if program.buffer_bytes(b)}
-    assert replace(plan, rounds=plan.rounds).digest() == again.program
+    assert sizes == {
+        slot_name(b, slot): program.buffer_bytes(b) for b in Buffer for slot in range(2) if program.buffer_bytes(b)
+    }
+    assert again.program == f"{plan.digest()} at depth 2"

@@ -38,7 +38,8 @@ PLAN = Plan(
 def report_of(
     worker: str, sent: tuple[int, int, int], received: tuple[int, int, int], first: float, last: float
 ) -> WorkerReport:
-    return WorkerReport(worker, 3, "loopback", "cpu", 2, sent, received, first - 1, last + 1, first, last, PhaseTimes())
+    times = first - 1, last + 1, first, last
+    return WorkerReport(worker, 3, "loopback", "cpu", 2, 1, 0, sent, received, *times, PhaseTimes())
 
 
 REPORTS = {

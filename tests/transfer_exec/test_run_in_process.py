@@ -28,8 +28,9 @@ from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 def poison(executors: Mapping[str, Executor]) -> None:
     """Fill every buffer with NaN patterns, so that a byte that nobody wrote is seen."""
     for executor in executors.values():
-        for memory in executor.buffers.memory.values():
-            memory[:] = 0xFF
+        for slots in executor.buffers.memory.values():
+            for memory in slots:
+                memory[:] = 0xFF
 
 
 def cross(
@@ -39,6 +40,7 @@ def cross(
     *,
     strided: bool = True,
     policy: LoopbackPolicy | None = None,
+    depth: int = 2,
 ) -> TransferReport:
     """Run a plan on fresh memory and check every byte."""
     holders = make_memory(crossing, crossing.held, rng, strided=strided)
@@ -49,7 +51,7 @@ def cross(
     kept = {worker: {n: m.base.copy() for n, m in parameters.items()} for worker, parameters in holders.items()}
     before = {worker: {n: m.view.copy() for n, m in parameters.items()} for worker, parameters in needers.items()}
     memory = {w: {n: m.view for n, m in parameters.items()} for w, parameters in {**holders, **needers}.items()}
-    report = run_in_process(plan, crossing.maps, memory, network=LoopbackNetwork(policy), inspect=poison)
+    report = run_in_process(plan, crossing.maps, memory, network=LoopbackNetwork(policy), depth=depth, inspect=poison)
     for worker, parameters in holders.items():
         for name, guard in parameters.items():
             assert np.array_equal(guard.base, kept[worker][name]), f"{name} on {worker} was written"
@@ -77,7 +79,8 @@ def test_a_network_that_delays_and_reorders(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     crossing = random_crossing(rng)
     plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([16, 64, 1 << 20])))
-    cross(crossing, plan, rng, policy=LoopbackPolicy(seed=seed, max_delay=7, reorder=True))
+    policy = LoopbackPolicy(seed=seed, max_delay=7, reorder=True)
+    cross(crossing, plan, rng, policy=policy, depth=int(rng.integers(1, 5)))
 
 
 # what must be right before the first byte

@@ -175,8 +175,16 @@ def test_shared_memory_refuses_foreign_memory_and_false_addresses() -> None:
     with pytest.raises(TransportError, match="flags are open already"):
         a.open_flags(3)
     good = b.endpoint("plan")
-    pid, fd, inode = good.flags_address.split("/")
-    for address in ("nonsense", f"{pid}/{fd}/{int(inode) + 1}", f"{pid}/99999/{inode}", f"4194303/{fd}/{inode}"):
+    pid, fd, inode, _ = good.flags_address.split("/")
+    for address in (
+        "nonsense",
+        f"{pid}/{fd}/{inode}/x",
+        f"{pid}/{fd}/{inode}/8",
+        f"{pid}/{fd}/{inode}/-8",
+        f"{pid}/{fd}/{int(inode) + 1}/0",
+        f"{pid}/99999/{inode}/0",
+        f"4194303/{fd}/{inode}/0",
+    ):
         lie = Endpoint("b", "shared_memory", good.incarnation, "plan", good.channels, address, good.regions)
         with pytest.raises(TransportError, match="b: "):
             a.connect(lie)
@@ -204,7 +212,7 @@ def test_shared_memory_leaves_no_descriptor_behind() -> None:
 
 def test_shared_memory_cannot_be_shrunk_under_a_peer() -> None:
     _, b, _, _ = pair(SharedMemoryTransport)
-    pid, fd, _ = b.endpoint("plan").regions[0].address.split("/")
+    pid, fd, _, _ = b.endpoint("plan").regions[0].address.split("/")
     with pytest.raises(PermissionError):
         os.truncate(f"/proc/{pid}/fd/{fd}", 0)
 

@@ -60,7 +60,7 @@ class SharedMemoryTransport:
         self._worker = worker
         self._incarnation = new_incarnation()
         self._regions = RegionTable()
-        self._files: dict[int, int] = {}
+        self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
         self._flags_address = 0
         self._channels = 0
@@ -90,13 +90,13 @@ class SharedMemoryTransport:
         except OSError as error:
             os.close(fd)
             raise TransportError(f"{self._worker}: cannot get {size_bytes} bytes of shared memory: {error}") from error
-        self._files[memory.ctypes.data] = fd
+        self._files[memory.ctypes.data] = fd, memory
         return memory
 
     def register(self, name: str, memory: Memory) -> RegionHandle:
         """Let peers write to a region that `allocate` returned; see `Transport.register`."""
         self._check()
-        if memory.ctypes.data not in self._files:
+        if self._place(memory) is None:
             raise TransportError(
                 f"{self._worker}: region {name} is no memory that this transport allocated; peers could not map it"
             )
@@ -131,14 +131,15 @@ class SharedMemoryTransport:
         """Map a peer's flags and regions; see `Transport.connect`."""
         self._check()
         check_peer(self._worker, self.name, peer)
-        flags = _open(peer.worker, peer.flags_address, _HEADER_BYTES + _FLAG_BYTES * peer.channels)
+        files: dict[str, Memory] = {}
+        flags = _open(peer.worker, peer.flags_address, _HEADER_BYTES + _FLAG_BYTES * peer.channels, files)
         incarnation = int(flags[:8].view(np.uint64)[0])
         if incarnation != peer.incarnation:
             raise TransportError(
                 f"{peer.worker}: endpoint is of incarnation {peer.incarnation}, its memory of {incarnation}; "
                 "exchange endpoints again"
             )
-        regions = {region.name: _open(peer.worker, region.address, region.size_bytes) for region in peer.regions}
+        regions = {region.name: _open(peer.worker, region.address, region.size_bytes, files) for region in peer.regions}
         self._peers[peer.worker] = _Peer(peer, flags, regions)
 
     def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
@@ -186,7 +187,7 @@ class SharedMemoryTransport:
         if self._closed:
             return
         self._closed = True
-        for fd in self._files.values():
+        for fd, _ in self._files.values():
             os.close(fd)
         self._files.clear()
 
@@ -196,8 +197,18 @@ class SharedMemoryTransport:
         return self._flags
 
     def _address(self, memory: Memory) -> str:
-        fd = self._files[memory.ctypes.data]
-        return f"{self._regions.pid}/{fd}/{os.fstat(fd).st_ino}"
+        place = self._place(memory)
+        assert place is not None, "what is registered was allocated here"
+        fd, offset = place
+        return f"{self._regions.pid}/{fd}/{os.fstat(fd).st_ino}/{offset}"
+
+    def _place(self, memory: Memory) -> tuple[int, int] | None:
+        """The file that memory lies in, and from which byte on."""
+        for begin, (fd, whole) in self._files.items():
+            offset = memory.ctypes.data - begin
+            if 0 <= offset <= whole.nbytes - memory.nbytes:
+                return fd, offset
+        return None
 
     def _check(self) -> None:
         check_process(self._regions.pid, self._worker)
@@ -229,12 +240,26 @@ def _map(fd: int, size_bytes: int) -> Memory:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-def _open(worker: str, address: str, size_bytes: int) -> Memory:
-    """Map a peer's file after checking that it is the one the address means."""
+def _open(worker: str, address: str, size_bytes: int, files: dict[str, Memory]) -> Memory:
+    """A stretch of a peer's file, which is mapped once, after checking that it is the one the address means."""
+    file, _, start = address.rpartition("/")
     try:
-        pid, fd, inode = (int(part) for part in address.split("/"))
+        pid, fd, inode = (int(part) for part in file.split("/"))
+        offset = int(start)
     except ValueError as error:
         raise TransportError(f"{worker}: {address!r} is no shared memory address") from error
+    if file not in files:
+        files[file] = _map_peer(worker, pid, fd, inode)
+    whole = files[file]
+    if not 0 <= offset <= whole.nbytes - size_bytes:
+        raise TransportError(
+            f"{worker}: file {fd} of process {pid} has {whole.nbytes} bytes; the endpoint names {size_bytes} from byte "
+            f"{offset} on; exchange endpoints again"
+        )
+    return whole[offset : offset + size_bytes]
+
+
+def _map_peer(worker: str, pid: int, fd: int, inode: int) -> Memory:
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -245,13 +270,13 @@ def _open(worker: str, address: str, size_bytes: int) -> Memory:
         ) from error
     try:
         found = os.fstat(opened)
-        if found.st_ino != inode or found.st_size != size_bytes:
+        if found.st_ino != inode:
             raise TransportError(
-                f"{worker}: file {fd} of process {pid} has inode {found.st_ino} and {found.st_size} bytes; the "
-                f"endpoint says {inode} and {size_bytes}; exchange endpoints again"
+                f"{worker}: file {fd} of process {pid} has inode {found.st_ino}; the endpoint says {inode}; exchange "
+                "endpoints again"
             )
-        return _map(opened, size_bytes)
+        return _map(opened, found.st_size)
     except OSError as error:
-        raise TransportError(f"{worker}: cannot map {size_bytes} bytes of process {pid}: {error}") from error
+        raise TransportError(f"{worker}: cannot map memory of process {pid}: {error}") from error
     finally:
         os.close(opened)
