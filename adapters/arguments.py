@@ -9,7 +9,7 @@ import msgspec
 
 from adapters.failures import UsageError
 
-__all__ = ["JsonValue", "check_staging", "check_transport", "decode_metadata", "encode_metadata", "engine_name"]
+__all__ = ["JsonValue", "check_staging", "decode_metadata", "encode_metadata", "engine_name"]
 
 JsonValue: TypeAlias = "bool | int | float | str | bytes | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 """What metadata may consist of; tuples arrive as lists."""
@@ -37,13 +37,6 @@ def check_staging(staging: bool) -> None:
         raise UsageError(
             "staging=True is not available yet; pass staging=False, which updates fully synchronously and in place"
         )
-
-
-def check_transport(transport: str) -> str:
-    """The name of a transport that may be asked for."""
-    if transport not in ("auto", "shared_memory"):
-        raise UsageError(f"transport {transport!r} is not available; pass 'auto' or 'shared_memory' (one machine)")
-    return transport
 
 
 def encode_metadata(metadata: JsonValue) -> bytes:

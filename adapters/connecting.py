@@ -15,11 +15,12 @@ from contextlib import contextmanager
 
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import GiveMap, MapGiven, Probe, Probed, Result, Stay
-from adapters.failures import UsageError, raise_failure
+from adapters.failures import raise_failure
 from adapters.fleet import Engine, Fleet, compile_bindings, incarnations, is_complete
 from adapters.messages import ConnectIntent, Roster
 from adapters.planning import Connection, group_of
 from adapters.steps import STOP, TRAINERS, Say, Steps
+from adapters.transports import choose_transport
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
 from transfer_exec.errors import DeadlineError
@@ -44,7 +45,7 @@ def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topolog
         _await_engines(steps, listed)
         kept = [group for group in fleet.present_engines() if group not in listed]
         groups = sorted([*listed, *kept], key=natural_key)
-        transport = _choose_transport(fleet, intent.transport, groups)
+        transport = choose_transport(fleet.members(groups), intent.transport)
     with _timed(seconds, "stop"):
         steps.run(dict.fromkeys(groups, STOP))
     with _timed(seconds, "probe"):
@@ -85,21 +86,6 @@ def _await_engines(steps: Steps, groups: Sequence[str]) -> None:
                 "same rendezvous and the engine's name"
             )
         steps.listen(min(_LISTEN_S, max(0.0, stop_at - time.monotonic())))
-
-
-def _choose_transport(fleet: Fleet, wanted: str, groups: Sequence[str]) -> str:
-    members = fleet.members(groups)
-    chosen = "shared_memory" if wanted == "auto" else wanted
-    for member in members:
-        if member.transport not in ("auto", chosen):
-            raise UsageError(f"{member.worker} asks for transport {member.transport}, the trainers for {wanted}")
-    elsewhere = next((member for member in members if member.host != members[0].host), None)
-    if elsewhere is not None:
-        raise UsageError(
-            f"{members[0].worker} runs on {members[0].host}, {elsewhere.worker} on {elsewhere.host}; the transport "
-            f"{chosen} stays inside one machine, and no other is available yet"
-        )
-    return chosen
 
 
 def _fetch_maps(fleet: Fleet, steps: Steps, digests: Mapping[str, Sequence[str]]) -> None:

@@ -43,12 +43,13 @@ from adapters.duty_messages import (
     Transfer,
     Transferred,
 )
-from adapters.failures import HookError, StaleError, UsageError, VersionError
+from adapters.failures import HookError, StaleError, VersionError
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights, probe
 from adapters.session import Session
 from adapters.storage import Storage, live_memory
 from adapters.torch_bits import bits_view, tensor_of_bits
+from adapters.transports import make_transport
 from adapters.verification import digest, provable
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import RunTable
@@ -60,11 +61,12 @@ from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.transport.base import Endpoint, Transport
-from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["Duties", "Hook", "Worker", "transport_named"]
+__all__ = ["Duties", "Hook", "Worker"]
 
 Hook = Callable[[], object]
+
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +85,8 @@ class Worker:
         A rollout's hooks.
     deadline_s
         Of every single wait of a transfer.
+    address
+        Says at which address peers on other machines reach this one.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Worker:
     before_update: Hook | None
     after_update: Hook | None
     deadline_s: float
+    address: Callable[[], str]
 
 
 class Duties:
@@ -208,7 +213,9 @@ class Duties:
         self._storage = Storage.of(memory).only(sorted(takes_part))
         self._cells = provable(source_map, duty.cells)
         self._gets_bytes = worker.receives and program.release is not None
-        self._transport = transport_named(duty.transport, worker.name)
+        self._transport = make_transport(
+            duty.transport, worker.name, address=worker.address, deadline_s=min(worker.deadline_s, _CONNECT_S)
+        )
         self._executor = Executor(program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels)
         self._moved = False
         self._warm_up()
@@ -283,19 +290,6 @@ class Duties:
         if self._executor is None:
             raise StaleError(f"{self._worker.name}: not connected; call connect")
         return self._executor
-
-
-def transport_named(name: str, worker: str) -> Transport:
-    """Make one end of a transport.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name.
-    """
-    if name == "shared_memory":
-        return SharedMemoryTransport(worker)
-    raise UsageError(f"transport {name!r} is not available; pass 'shared_memory' or 'auto'")
 
 
 class _WatchedKernels:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from adapters.arguments import JsonValue, check_staging, check_transport, decode_metadata, engine_name
+from adapters.arguments import JsonValue, check_staging, decode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.duties import Duties, Hook, Worker
 from adapters.duty_messages import Duty, Publish, Result, Transfer
@@ -30,6 +30,7 @@ from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.station import Station
+from adapters.transports import check_transport, data_address
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.report import WorkerReport
@@ -93,7 +94,8 @@ class ReceiverAdapter:
     staging
         Not available yet.
     transport
-        ``"auto"`` or a transport's name.
+        ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
+        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``. Explicit names of all workers must agree.
     before_update_hook
         Called with the ranks stopped, before any byte is written: drain or pause. May be followed by no update, if
         another worker refuses.
@@ -134,11 +136,12 @@ class ReceiverAdapter:
         self._asleep = False
         self._last_failure: Failure | None = None
         self._version: int | None = None
+        meeting_place = as_rendezvous(rendezvous)
         self._station = Station(
             f"engine/{engine_name(engine)}",
             rank,
             world_size,
-            as_rendezvous(rendezvous),
+            meeting_place,
             transport=check_transport(transport),
             deadline_s=deadline_s,
             version=lambda: self._version,
@@ -153,6 +156,7 @@ class ReceiverAdapter:
             before_update_hook,
             after_update_hook,
             deadline_s * _WAIT_SHARE,
+            lambda: data_address(meeting_place, deadline_s),
         )
         self._duties = Duties(worker, self._session)
 

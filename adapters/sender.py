@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from adapters.arguments import JsonValue, check_staging, check_transport, encode_metadata, engine_name
+from adapters.arguments import JsonValue, check_staging, encode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
@@ -34,6 +34,7 @@ from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.session import Session
 from adapters.station import Station
 from adapters.steps import TRAINERS
+from adapters.transports import check_transport, data_address
 from adapters.update_report import read_report
 from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
@@ -152,7 +153,8 @@ class SenderAdapter:
     staging
         Not available yet.
     transport
-        ``"auto"`` or a transport's name.
+        ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
+        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``. Explicit names of all workers must agree.
     verify
         ``"digest"`` compares digests of what was sent and what landed in every update; ``"off"`` does not.
     cast
@@ -192,17 +194,26 @@ class SenderAdapter:
         space = Checkpoint.of(checkpoint).space
         self._pending: PendingUpdate | None = None
         self._version: int | None = None
+        meeting_place = as_rendezvous(rendezvous)
         self._station = Station(
             TRAINERS,
             rank,
             world_size,
-            as_rendezvous(rendezvous),
+            meeting_place,
             transport=self._transport,
             deadline_s=deadline_s,
             version=lambda: self._version,
         )
         worker = Worker(
-            self._station.worker, load_weights, parameters, space, False, None, None, deadline_s * _WAIT_SHARE
+            self._station.worker,
+            load_weights,
+            parameters,
+            space,
+            False,
+            None,
+            None,
+            deadline_s * _WAIT_SHARE,
+            lambda: data_address(meeting_place, deadline_s),
         )
         self._duties = Duties(worker, self._station.session)
 

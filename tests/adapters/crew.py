@@ -103,8 +103,10 @@ class Crew:
         hooks: Mapping[str, Callable[[], object]] | None = None,
         verify: str = "digest",
         cast: bool = False,
+        transport: str = "auto",
     ) -> None:
         compile_kernels()
+        self._transport = transport
         self._folder, self._checkpoint, self._deadline_s = folder, checkpoint, deadline_s
         self.holdings = list(trainers)
         self.senders = [
@@ -117,6 +119,7 @@ class Crew:
                 rendezvous=folder,
                 verify=verify,
                 cast=cast,
+                transport=transport,
                 deadline_s=deadline_s,
             )
             for rank, holding in enumerate(trainers)
@@ -135,6 +138,7 @@ class Crew:
                 rank=rank,
                 world_size=len(holdings),
                 rendezvous=self._folder,
+                transport=self._transport,
                 deadline_s=self._deadline_s,
                 **hooks,  # type: ignore[arg-type]
             )
