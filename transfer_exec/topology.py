@@ -207,6 +207,39 @@ class Topology:
 
         return read_topology(Path(path))
 
+    @staticmethod
+    def detect(
+        workers: Iterable[str] = ("trainer/0", "engine/0/0"),
+        *,
+        nic_bytes_per_s: float | None = None,
+        local_bytes_per_s: float | None = None,
+    ) -> Topology:
+        """This host as one node with the workers named.
+
+        Interfaces and their speeds are those of the system, 100 Gb/s where it does not know; local bandwidth is what a
+        core copies in memory, measured in about a tenth of a second. What is declared is not looked up: accelerators
+        that are joined by faster links of their own need ``local_bytes_per_s``.
+
+        Parameters
+        ----------
+        workers
+            In the order of interfaces: consecutive ones share an interface where there are fewer of them. Ranks of
+            engines are named ``engine/<name>/<rank>``; all others are trainers.
+        nic_bytes_per_s, local_bytes_per_s
+            Of one interface each way, and of one worker inside the node.
+
+        Raises
+        ------
+        TopologyError
+            If no worker is named or one twice, or a bandwidth is not above zero.
+        """
+        from transfer_exec.host import topology_of_host
+        from transfer_exec.host_reading import read_host
+
+        return topology_of_host(
+            read_host(), workers, nic_bytes_per_s=nic_bytes_per_s, local_bytes_per_s=local_bytes_per_s
+        )
+
     @property
     def workers(self) -> tuple[str, ...]:
         """Every worker, by node."""

@@ -160,7 +160,10 @@ def test_no_plan_beats_its_load_and_a_slower_cluster_is_no_faster(data: st.DataO
     assert slower.end_to_end_s >= line.end_to_end_s * (1 - 1e-9)
     # Every stage of every round takes at most what all its bytes take alone.
     moved = sum(hop_bytes for hop_bytes in (route.bytes * len(route.hops) for route in plan.routes))
-    slowest = min(float(nic.egress_bytes_per_s) for node in topology.nodes for nic in node.nics)
+    slowest = min(
+        [float(nic.egress_bytes_per_s) for node in topology.nodes for nic in node.nics]
+        + [link.bytes_per_s for link in topology.links]
+    )
     assert line.end_to_end_s <= moved / min(slowest, 1.0) + 1e-9
 
 
