@@ -40,11 +40,20 @@ class Conductor:
         Takes a message to a group's lead; any thread may call it.
     deadline_s
         Of every step.
+    turned_away
+        How many callers without the job's key have been.
     """
 
-    def __init__(self, trainers: Sequence[str], send: Callable[[str, ToLead], None], *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        trainers: Sequence[str],
+        send: Callable[[str, ToLead], None],
+        *,
+        deadline_s: float,
+        turned_away: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._trainers = tuple(trainers)
-        self._steps = Steps(send, deadline_s=deadline_s)
+        self._steps = Steps(send, deadline_s=deadline_s, turned_away=turned_away)
         self._fleet = Fleet(trainers, self._steps)
         self._topology: Topology | None = None
         self._thread = threading.Thread(target=self._run, name="transload conductor", daemon=True)

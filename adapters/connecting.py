@@ -81,9 +81,11 @@ def _await_engines(steps: Steps, groups: Sequence[str]) -> None:
     while missing := [group for group in (TRAINERS, *groups) if not is_complete(steps.rosters.get(group))]:
         if time.monotonic() >= stop_at:
             known = [_missing_ranks(group, steps.rosters.get(group)) for group in missing]
+            strangers = steps.turned_away()
             raise DeadlineError(
                 f"connect: {'; '.join(known)} within {steps.deadline_s:g} s; start every rank with the "
                 "same rendezvous and the engine's name"
+                f"{f'; {strangers} handshakes failed here, so some caller has another key' if strangers else ''}"
             )
         steps.listen(min(_LISTEN_S, max(0.0, stop_at - time.monotonic())))
 

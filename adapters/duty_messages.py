@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -19,11 +19,13 @@ __all__ = [
     "Bind",
     "Bound",
     "Cell",
+    "Count",
     "Done",
     "Duty",
     "GiveMap",
     "Install",
     "MapGiven",
+    "Name",
     "Prepare",
     "Prepared",
     "Probe",
@@ -31,12 +33,23 @@ __all__ = [
     "Publish",
     "Published",
     "Result",
+    "Seconds",
     "Stay",
     "Struct",
     "Tagged",
     "Transfer",
     "Transferred",
 ]
+
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A number that can be counted up and still travels."""
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+"""Of a worker, a group or a process."""
+
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A length of time that can be waited for; no NaN, no infinity."""
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,20 +108,20 @@ class Attach(Tagged, frozen=True):
 class Prepare(Tagged, frozen=True):
     """Check that this version can be written, and run the before-update hook."""
 
-    version: int
+    version: Count
     metadata: bytes
 
 
 class Transfer(Tagged, frozen=True):
     """Move the bytes."""
 
-    version: int
+    version: Count
 
 
 class Install(Tagged, frozen=True):
     """All bytes have landed and were compared: load opaque parameters and run the after-update hook."""
 
-    version: int
+    version: Count
 
 
 class Assess(Tagged, frozen=True):
@@ -118,7 +131,7 @@ class Assess(Tagged, frozen=True):
 class Publish(Tagged, frozen=True):
     """Every rank of the engine has installed it: this is the version now, and computing may go on."""
 
-    version: int
+    version: Count
 
 
 Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Assess | Publish
@@ -128,7 +141,7 @@ class Probed(Tagged, frozen=True):
     """What a probe found; the map follows on request."""
 
     map_digest: str
-    seconds: float
+    seconds: Seconds
 
 
 class MapGiven(Tagged, frozen=True):
@@ -141,13 +154,13 @@ class Bound(Tagged, frozen=True):
     """A worker's endpoint."""
 
     endpoint: bytes
-    seconds: float
+    seconds: Seconds
 
 
 class Done(Tagged, frozen=True):
     """A duty without a result."""
 
-    seconds: float
+    seconds: Seconds
 
 
 class Prepared(Tagged, frozen=True):
@@ -165,7 +178,7 @@ class Prepared(Tagged, frozen=True):
 
     digests: dict[int, int]
     moved: bool
-    verify_s: float
+    verify_s: Seconds
 
 
 class Transferred(Tagged, frozen=True):
@@ -185,7 +198,7 @@ class Transferred(Tagged, frozen=True):
 
     report: bytes
     digests: dict[int, int]
-    verify_s: float
+    verify_s: Seconds
     stall: tuple[float, float] | None
 
 

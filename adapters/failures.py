@@ -7,6 +7,7 @@
         +-- UsageError          arguments that cannot be honoured; also a ValueError
         +-- CheckpointError     a folder that is no checkpoint; names the file
         +-- RendezvousError     a peer that cannot be found, or a record that is none
+        +-- AuthenticationError a peer that has another key
         +-- DisagreementError   ranks of one side called different things; names both
         +-- VersionError        a version that is not newer than a receiver's
         +-- CoverageError       the two sides do not speak of the same tensors
@@ -58,6 +59,10 @@ class CheckpointError(AdapterError):
 
 class RendezvousError(AdapterError):
     """A peer that cannot be found, or a record that is none."""
+
+
+class AuthenticationError(AdapterError):
+    """A peer that has another key than this worker, or none."""
 
 
 class DisagreementError(AdapterError):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from adapters.duty_messages import Assess, Duty, Install, Prepare, Probe, Publish, Result, Transfer
-from adapters.failures import Failure, LostWorkerError
+from adapters.failures import Failure, LostWorkerError, UsageError
 from adapters.messages import (
     LEFT,
     Agreed,
@@ -93,7 +93,8 @@ class GroupLead:
         self._early_failure: Failure | None = None
         self._held: Failure | None = None
         self._results: dict[str, Result | None] = {}
-        self._agreements: dict[int, dict[str, int]] = {}
+        self._agreements = 0
+        self._values: dict[str, int] = {}
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -131,8 +132,11 @@ class GroupLead:
                     self._propose(self._polls.begin({self._ranks[0]: self._own_counter()}))
             case Relay(txn, step, deadline_s, duties):
                 self._open(txn, step, duties[0], deadline_s)
-                if self._can_begin():
-                    each = duties if len(duties) == len(self._ranks) else duties[:1] * len(self._ranks)
+                if len(duties) not in (1, len(self._ranks)):
+                    text = f"{len(duties)} duties for the {len(self._ranks)} ranks of {self._group}"
+                    self._fail(Failure(UsageError.__name__, self._ranks[0], text))
+                elif self._can_begin():
+                    each = duties if len(duties) > 1 else duties * len(self._ranks)
                     for rank, duty in zip(self._ranks, each, strict=True):
                         self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty))
             case Cancel():
@@ -192,7 +196,7 @@ class GroupLead:
 
     def _open(self, txn: int, step: int, duty: Duty | None, deadline_s: float) -> None:
         if txn != self._txn:
-            self._agreements = {}
+            self._agreements, self._values = 0, {}
             self._early_failure = None
         self._txn, self._step, self._duty = txn, step, duty
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
@@ -256,10 +260,13 @@ class GroupLead:
             self._to_rank(rank, message)
 
     def _agree(self, worker: str, number: int, value: int) -> None:
-        values = self._agreements.setdefault(number, {})
-        values[worker] = value
-        if len(values) == len(self._ranks):
-            largest = max(values.values())
+        # Every rank waits for one agreement before it asks for the next, so only one can be open.
+        if number != self._agreements + 1:
+            return
+        self._values[worker] = value
+        if len(self._values) == len(self._ranks):
+            largest = max(self._values.values())
+            self._agreements, self._values = number, {}
             for rank in self._ranks:
                 self._to_rank(rank, Agreed(self._txn, number, largest))
 

@@ -16,11 +16,11 @@ Bulky payloads (maps, programs, plans) are bytes inside the messages that carry 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from adapters.duty_messages import Duty, Result, Struct, Tagged
+from adapters.duty_messages import Count, Duty, Name, Result, Seconds, Struct, Tagged
 from adapters.failures import Failure
 from adapters.promise import Promise, Propose
 
@@ -29,9 +29,15 @@ __all__ = ["MAX_MESSAGE_BYTES", "MAX_SMALL_MESSAGE_BYTES", "MalformedMessageErro
 MAX_MESSAGE_BYTES = 1 << 30
 """No message is larger; the socket itself refuses more."""
 
+MAX_RANKS = 1 << 20
+"""Of one group."""
+
 MAX_SMALL_MESSAGE_BYTES = 1 << 20
 """Limit of the messages that carry neither maps nor programs."""
 
+
+Duties: TypeAlias = Annotated[tuple[Duty, ...], msgspec.Meta(min_length=1)]
+"""One for all ranks, or one each in rank order."""
 
 LEFT = -1
 """Step number in the answer of a rank that leaves a transaction between or inside its duties."""
@@ -63,13 +69,13 @@ class Member(Struct, frozen=True):
         What it holds; None before its first update.
     """
 
-    worker: str
-    rank: int
-    world_size: int
-    incarnation: str
+    worker: Name
+    rank: Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    incarnation: Name
     host: str
     transport: str
-    version: int | None
+    version: Count | None
 
 
 class Hello(Tagged, frozen=True):
@@ -127,7 +133,7 @@ class ConnectIntent(Tagged, frozen=True):
 class SendIntent(Tagged, frozen=True):
     """Arguments of send_weights that all trainer ranks must share."""
 
-    version: int
+    version: Count
 
 
 Intent: TypeAlias = ConnectIntent | SendIntent
@@ -146,8 +152,8 @@ class Call(Tagged, frozen=True):
         The caller's metadata in msgpack; that of rank 0 travels.
     """
 
-    worker: str
-    after: int
+    worker: Name
+    after: Count
     intent: Intent
     metadata: bytes
     failure: Failure | None
@@ -159,16 +165,16 @@ class Call(Tagged, frozen=True):
 class Ask(Tagged, frozen=True):
     """One duty for one rank; the next message comes within ``patience_s``, or the lead is gone."""
 
-    txn: int
-    step: int
-    patience_s: float
+    txn: Count
+    step: Count
+    patience_s: Seconds
     duty: Duty
 
 
 class Answer(Tagged, frozen=True):
     """A duty's result, or why there is none; with step `LEFT`, why the rank takes no further part."""
 
-    txn: int
+    txn: Count
     step: int
     result: Result | None
     failure: Failure | None
@@ -177,14 +183,14 @@ class Answer(Tagged, frozen=True):
 class ProposeStop(Tagged, frozen=True):
     """A proposal, on behalf of a transaction."""
 
-    txn: int
+    txn: Count
     proposal: Propose
 
 
 class AnswerStop(Tagged, frozen=True):
     """A rank's answer to a proposal, or why it cannot stop at all."""
 
-    txn: int
+    txn: Count
     promise: Promise | None
     failure: Failure | None
 
@@ -192,31 +198,31 @@ class AnswerStop(Tagged, frozen=True):
 class Committed(Tagged, frozen=True):
     """Every rank has promised to stop."""
 
-    txn: int
-    ballot: int
-    patience_s: float
+    txn: Count
+    ballot: Count
+    patience_s: Seconds
 
 
 class AgreeValue(Tagged, frozen=True):
     """A rank's value in the n-th agreement of a transaction."""
 
-    txn: int
-    number: int
+    txn: Count
+    number: Count
     value: int
 
 
 class Cancel(Tagged, frozen=True):
     """Stop moving bytes: the transaction has failed elsewhere. Its End follows."""
 
-    txn: int
+    txn: Count
     failure: Failure
 
 
 class Agreed(Tagged, frozen=True):
     """The largest value of all ranks."""
 
-    txn: int
-    number: int
+    txn: Count
+    number: Count
     value: int
 
 
@@ -233,7 +239,7 @@ class End(Tagged, frozen=True):
         Some rank of the engine was written in part: none of them may go on generating.
     """
 
-    txn: int
+    txn: Count
     failure: Failure | None
     outcome: bytes = b""
     torn: bool = False
@@ -245,33 +251,40 @@ class End(Tagged, frozen=True):
 class Stop(Tagged, frozen=True):
     """Bring all ranks of an engine to the same poll."""
 
-    txn: int
-    deadline_s: float
+    txn: Count
+    deadline_s: Seconds
 
 
 class Relay(Tagged, frozen=True):
     """Duties for the ranks: one for all, or one each in rank order."""
 
-    txn: int
-    step: int
-    deadline_s: float
-    duties: tuple[Duty, ...]
+    txn: Count
+    step: Count
+    deadline_s: Seconds
+    duties: Duties
 
 
 class Roster(Tagged, frozen=True):
-    """Who has joined a group; sent whenever that changes."""
+    """Who has joined a group, in rank order; sent whenever that changes."""
 
-    group: str
-    world_size: int
+    group: Name
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     members: tuple[Member, ...]
+
+    def __post_init__(self) -> None:
+        ranks = [member.rank for member in self.members]
+        if ranks != sorted(set(ranks)) or any(rank >= self.world_size for rank in ranks):
+            raise ValueError("ranks are not those of a group")
+        if any(m.worker != f"{self.group}/{m.rank}" or m.world_size != self.world_size for m in self.members):
+            raise ValueError("members are not of the group")
 
 
 class Gathered(Tagged, frozen=True):
     """Every rank's answer to a step in rank order, or the first failure. Step 0 is a Stop."""
 
-    group: str
-    txn: int
-    step: int
+    group: Name
+    txn: Count
+    step: Count
     results: tuple[Result | None, ...]
     failure: Failure | None
 

@@ -22,13 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 __all__ = ["Ballot", "Commit", "PollCounter", "PollLead", "Promise", "Propose", "Standing"]
 
-Ballot = int
+MAX_POLL = 1 << 61
+"""Polls and ballots are numbered below this, so that what is added to them still travels."""
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+Ballot: TypeAlias = Number
 """Number of a proposal; grows with every one that a lead makes."""
+
+_WIDEST_MARGIN = 1 << 20
 
 
 class Standing(Enum):
@@ -43,7 +51,7 @@ class Propose(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """To every rank: promise to stop at this poll."""
 
     ballot: Ballot
-    stop_at: int
+    stop_at: Number
 
 
 class Promise(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -51,14 +59,14 @@ class Promise(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     ballot: Ballot
     given: bool
-    counter: int
+    counter: Annotated[int, msgspec.Meta(ge=0, le=MAX_POLL)]
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """To every rank: all have promised; stop and serve."""
 
     ballot: Ballot
-    stop_at: int
+    stop_at: Number
 
 
 class PollCounter:
@@ -93,11 +101,13 @@ class PollCounter:
         Raises
         ------
         ValueError
-            If ``step`` is not larger than the last poll's number.
+            If ``step`` is not larger than the last poll's number, or above `MAX_POLL`.
         """
         following = self._counter + 1 if step is None else step
-        if following <= self._counter:
-            raise ValueError(f"poll number {following} after {self._counter}: steps must grow from poll to poll")
+        if not self._counter < following <= MAX_POLL:
+            raise ValueError(
+                f"poll number {following} after {self._counter}: steps must grow from poll to poll, up to {MAX_POLL}"
+            )
         self._counter = following
         return self.standing()
 
@@ -181,7 +191,7 @@ class PollLead:
             return None
         if not promise.given:
             # A fast rank may pass any fixed margin while messages travel; doubling it catches up in a few rounds.
-            self._margin *= 2
+            self._margin = min(2 * self._margin, _WIDEST_MARGIN)
             return self._propose()
         self._promised.add(rank)
         if self.waiting_for:

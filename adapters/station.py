@@ -112,7 +112,9 @@ class Station:
         self.conductor: Conductor | None = None
         ranks = tuple(f"{group}/{each}" for each in range(world_size))
         if rank == 0 and group == TRAINERS:
-            self.conductor = Conductor(ranks, self._to_lead, deadline_s=deadline_s)
+            self.conductor = Conductor(
+                ranks, self._to_lead, deadline_s=deadline_s, turned_away=lambda: self._post.turned_away
+            )
         if rank == 0:
             self._lead = GroupLead(
                 group,
@@ -162,8 +164,9 @@ class Station:
             self.check()
             if time.monotonic() >= stop_at:
                 raise DeadlineError(
-                    f"{self.worker}: did not find the rank 0 it belongs to within {self._deadline_s:g} s; start all "
-                    "ranks with the same rendezvous"
+                    f"{self.worker}: did not find the rank 0 it belongs to within {self._deadline_s:g} s"
+                    f"{': ' if self._post.trouble else ''}{self._post.trouble}; start all ranks with the same "
+                    "rendezvous"
                 )
 
     def close(self) -> None:
@@ -232,6 +235,8 @@ class Station:
         """A rank or an engine's lead spoke."""
         lead, conductor = self._lead, self.conductor
         if group_of(worker) == self._group and lead is not None:
+            if isinstance(message, Call) and message.worker != worker:
+                return
             if isinstance(message, (Call, Answer, AnswerStop, AgreeValue)):
                 lead.from_rank(worker, message)
         elif conductor is not None and isinstance(message, (Roster, Gathered)) and message.group == group_of(worker):

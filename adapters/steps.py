@@ -68,6 +68,8 @@ class Steps:
         Takes a message to a group's lead; any thread may call it.
     deadline_s
         Of every step.
+    turned_away
+        How many callers without the job's key have been.
 
     Attributes
     ----------
@@ -79,8 +81,15 @@ class Steps:
         Trainers that had joined and were lost.
     """
 
-    def __init__(self, send: Callable[[str, ToLead], None], *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        send: Callable[[str, ToLead], None],
+        *,
+        deadline_s: float,
+        turned_away: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._send = send
+        self.turned_away = turned_away
         self._deadline_s = deadline_s
         self._inbox: queue.SimpleQueue[FromLead | GroupLost | _Closed] = queue.SimpleQueue()
         # Later conductors must count from higher up than earlier ones: ranks outlive them.

@@ -15,11 +15,12 @@ import zmq
 from adapters import duty_messages as duties
 from adapters import messages
 from adapters.control import Post
-from adapters.failures import ClosedError, Failure, RendezvousError, UsageError
+from adapters.failures import ClosedError, Failure, RendezvousError
+from adapters.job_key import caller_pair, listener_pair, new_key
 from adapters.messages import Agreed, AgreeValue, Answer, Hello, Member, ToChild, ToParent, encode
-from adapters.rendezvous import Addresses, Record, Rendezvous, SharedFolder, as_rendezvous
+from adapters.rendezvous import Addresses, Record, Rendezvous, SharedFolder
 from tests.adapters.crew import wait_for
-from transfer_exec.errors import DeadlineError
+from tests.adapters.strangers import stranger
 
 
 class Notes:
@@ -204,8 +205,8 @@ def test_a_refusal_says_why(posts: Posts) -> None:
 
 def test_another_protocol_is_refused(posts: Posts, tmp_path: Path) -> None:
     posts.root()
-    address = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
-    with stranger(address) as socket:
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    with stranger(record) as socket:
         socket.send(encode(Hello("1", 99, member("trainer/1"))))
         assert socket.poll(3000)
         answer = messages.decode(socket.recv(), from_child=False)
@@ -214,39 +215,21 @@ def test_another_protocol_is_refused(posts: Posts, tmp_path: Path) -> None:
     assert "protocol 99" in answer.failure.text
 
 
-class stranger:
-    """A socket of somebody who does not keep to the rules."""
-
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.sndhwm = 0
-        self._socket.connect(address)
-
-    def __enter__(self) -> zmq.Socket[bytes]:
-        return self._socket
-
-    def __exit__(self, *error: object) -> None:
-        self._socket.close()
-        self._context.term()
-
-
 def test_noise_is_dropped_and_counted_and_changes_nothing(posts: Posts, tmp_path: Path) -> None:
     root, above = posts.root()
     child, below = posts.child(1)
     wait_for(lambda: below.parents == 1)
     made = random.Random(7)
-    address = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
     threads = threading.active_count()
     good = [
         encode(AgreeValue(1, 1, 1)),
         encode(Answer(1, 1, duties.Done(0.1), None)),
-        encode(messages.Roster("engine/a", 1, (member("engine/a/0"),))),
+        encode(messages.Roster("engine/a", 4, (member("engine/a/0"),))),
         encode(messages.Bye()),
     ]
     sent = 0
-    with stranger(address) as socket:
+    with stranger(record) as socket:
         for _ in range(5_000):
             match made.randrange(4):
                 case 0:
@@ -270,8 +253,8 @@ def test_noise_is_dropped_and_counted_and_changes_nothing(posts: Posts, tmp_path
 
 def test_noise_from_a_member_is_dropped_too(posts: Posts, tmp_path: Path) -> None:
     root, above = posts.root()
-    address = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
-    with stranger(address) as socket:
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    with stranger(record) as socket:
         socket.send(encode(Hello("1", messages.PROTOCOL, member("trainer/2"))))
         wait_for(lambda: above.admitted == ["trainer/2"])
         for _ in range(100):
@@ -302,11 +285,93 @@ def test_after_close_nothing_is_left(tmp_path: Path) -> None:
         root.check_process()
 
 
+def test_callers_without_the_key_are_turned_away_unheard(posts: Posts, tmp_path: Path) -> None:
+    root, above = posts.root()
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    hello = encode(Hello("1", messages.PROTOCOL, member("trainer/1")))
+    for number, key in enumerate(("", new_key())):
+        with stranger(record, key) as socket:
+            socket.send(hello)
+            wait_for(lambda number=number: root.turned_away > number)  # type: ignore[misc]
+            assert socket.poll(200) == 0
+    assert (above.admitted, root.dropped) == ([], 0)
+    _, below = posts.child(1)
+    wait_for(lambda: below.parents == 1)
+
+
+def test_a_caller_that_only_knows_the_listener_is_turned_away(posts: Posts, tmp_path: Path) -> None:
+    """The public half of the listener's pair is no proof."""
+    root, above = posts.root()
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_serverkey = listener_pair(record.key).public
+    socket.curve_publickey, socket.curve_secretkey = caller_pair(new_key())
+    socket.connect(record.address)
+    socket.send(encode(Hello("1", messages.PROTOCOL, member("trainer/1"))))
+    wait_for(lambda: root.turned_away > 0)
+    assert (above.admitted, root.dropped) == ([], 0)
+    socket.close()
+    context.term()
+
+
+def test_a_listener_without_the_key_learns_nothing(tmp_path: Path) -> None:
+    """Somebody took the address of a parent: nobody says hello to it."""
+    context = zmq.Context()
+    impostor = context.socket(zmq.ROUTER)
+    impostor.linger = 0
+    impostor.curve_server = True
+    impostor.curve_secretkey = listener_pair(new_key()).secret
+    address = f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}"
+    posts = Posts(Addresses({"sender": address}, key=new_key()))
+    try:
+        child, below = posts.child(1)
+        wait_for(lambda: "breaks off the handshake" in child.trouble)
+        wait_for(lambda: len(below.parent_failures) == 1)
+        failure, final = below.parent_failures[0]
+        assert (failure.kind, final, below.parents) == ("AuthenticationError", True, 0)
+        assert "give all workers the same key" in failure.text
+        assert impostor.poll(100) == 0
+    finally:
+        posts.close()
+        impostor.close()
+        context.term()
+
+
+def test_a_record_without_a_key_is_no_way_in(posts: Posts, tmp_path: Path) -> None:
+    SharedFolder(tmp_path).publish("sender", Record("tcp://127.0.0.1:9").encode())
+    child, _ = posts.child(1)
+    wait_for(lambda: "the record of sender has no key" in child.trouble)
+
+
+def test_a_loopback_address_of_another_machine_is_named(posts: Posts, tmp_path: Path) -> None:
+    record = Record("tcp://127.0.0.1:9", "1", "another machine", new_key())
+    SharedFolder(tmp_path).publish("sender", record.encode())
+    child, _ = posts.child(1)
+    wait_for(lambda: "give its rendezvous host=" in child.trouble)
+    assert "which is of another machine alone and out of reach of trainer/1 on host" in child.trouble
+
+
+def test_one_connection_speaks_for_one_worker(posts: Posts, tmp_path: Path) -> None:
+    root, above = posts.root()
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    with stranger(record) as socket:
+        for rank in (2, 3, 2):
+            socket.send(encode(Hello("1", messages.PROTOCOL, member(f"trainer/{rank}"))))
+        socket.send(encode(AgreeValue(1, 1, 1)))
+        wait_for(lambda: len(above.children) == 1)
+        socket.send(encode(messages.Bye()))
+        wait_for(lambda: len(above.lost) == 1)
+    assert (above.admitted, above.children) == (["trainer/2"], [("trainer/2", AgreeValue(1, 1, 1))])
+    assert (root.dropped, above.broke) == (2, None)
+
+
 def test_a_taken_port_is_an_error_that_names_it(posts: Posts, tmp_path: Path) -> None:
     posts.root()
     taken = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
     with pytest.raises(RendezvousError, match=r"sender: cannot listen at tcp://127.0.0.1:\d+"):
-        Posts(Addresses({"sender": taken})).root()
+        Posts(Addresses({"sender": taken}, key=new_key())).root()
 
 
 def test_addresses_that_are_known_beforehand(tmp_path: Path) -> None:
@@ -314,48 +379,10 @@ def test_addresses_that_are_known_beforehand(tmp_path: Path) -> None:
     probe.root()
     free = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
     probe.close()
-    known = Posts(Addresses({"sender": free}))
+    known = Posts(Addresses({"sender": free}, key=new_key()))
     try:
         known.root()
         _, below = known.child(1)
         wait_for(lambda: below.parents == 1)
     finally:
         known.close()
-
-
-def test_shared_folders(tmp_path: Path) -> None:
-    first, other = SharedFolder(tmp_path, job="one"), SharedFolder(tmp_path, job="two")
-    first.publish("engine/a b", "x")
-    assert SharedFolder(tmp_path, job="one").lookup("engine/a b", 0.0) == "x"
-    with pytest.raises(DeadlineError, match=r"nobody published engine/a b .* within 0 s"):
-        other.lookup("engine/a b", 0.0)
-    with pytest.raises(DeadlineError):
-        first.lookup("engine/a-b", 0.0)
-    first.publish("engine/a b", "y")
-    first.withdraw("engine/a b", "x")  # another one's by now
-    assert first.lookup("engine/a b", 0.0) == "y"
-    first.withdraw("engine/a b", "y")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lookup_waits_for_the_record(tmp_path: Path) -> None:
-    folder = SharedFolder(tmp_path)
-    threading.Timer(0.1, lambda: folder.publish("sender", "late")).start()
-    assert folder.lookup("sender", 5.0) == "late"
-
-
-def test_what_is_no_rendezvous(tmp_path: Path) -> None:
-    assert isinstance(as_rendezvous(str(tmp_path)), SharedFolder)
-    with pytest.raises(UsageError, match="rendezvous is a dict"):
-        as_rendezvous({})  # type: ignore[arg-type]
-    for address in ("127.0.0.1:4", "tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://127.0.0.1"):
-        with pytest.raises(UsageError, match="expected tcp://host:port with a fixed port"):
-            Addresses({"sender": address})
-    with pytest.raises(RendezvousError, match="engine/a: no address given; known are sender"):
-        Addresses({"sender": "tcp://127.0.0.1:4"}).lookup("engine/a", 1.0)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RendezvousError, match="cannot be made a meeting place"):
-        SharedFolder(tmp_path / "file" / "below")
-    for value in ("", "{}", '{"address": 5}', '{"address": "http://x"}', "\0"):
-        with pytest.raises(RendezvousError):
-            Record.decode(value)
