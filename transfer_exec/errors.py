@@ -10,6 +10,7 @@
     |   +-- PlanBytesError   bytes that are no plan
     +-- ProgramError         a program that does not fit the memory or the map it is bound to
     +-- TransportError       a region, peer or write that failed; names the peer and what it said
+    |   +-- PeerGoneError    the peer has closed, died or restarted since it was connected
     +-- DeadlineError        a wait that ended; names version, phase, round and rank
     +-- ReportError          a measure whose events are missing or contradict each other
 """
@@ -45,6 +46,10 @@ class ProgramError(TransferError):
 
 class TransportError(TransferError):
     """A registration, a write or a peer failed."""
+
+
+class PeerGoneError(TransportError):
+    """A peer has closed, died or restarted since it was connected."""
 
 
 class DeadlineError(TransferError):

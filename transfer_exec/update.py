@@ -24,11 +24,12 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from transfer_exec.buffers import Buffers, slot_name
-from transfer_exec.errors import TransportError
+from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.kernels.base import Job
 from transfer_exec.plan import Stage
 from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, Program, Release, Write
@@ -343,7 +344,9 @@ class Update:
 
     def _signal_release(self, step: Release, sequence: int) -> None:
         for source, flag in zip(step.sources, step.flags, strict=True):
-            self._transport.signal(source, flag, sequence, 0)
+            # A source that is gone writes no more, and needs no leave to; if it still owes a message, that is missed.
+            with suppress(PeerGoneError):
+                self._transport.signal(source, flag, sequence, 0)
 
     def _touch(self, now: float) -> None:
         if self._first_byte_at is None:

@@ -165,5 +165,5 @@ def test_no_more_slots_than_rounds_and_at_least_one() -> None:
     program = program_of("e")
     assert open_buffers(program, LoopbackNetwork().transport("e"), 9).depth == program.rounds == 5
     for depth in (0, -1, True):
-        with pytest.raises(ProgramError, match="e: depth is .*; expected at least one round under way"):
+        with pytest.raises(ProgramError, match=r"e: depth is .*; expected at least one round under way"):
             open_buffers(program, LoopbackNetwork().transport("e"), depth)

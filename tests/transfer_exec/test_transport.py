@@ -168,10 +168,8 @@ def test_endpoint_bytes_from_a_stranger(damage: bytes) -> None:
 # shared memory
 
 
-def test_shared_memory_refuses_foreign_memory_and_false_addresses() -> None:
+def test_shared_memory_refuses_false_addresses() -> None:
     a, b, _, _ = pair(SharedMemoryTransport)
-    with pytest.raises(TransportError, match="no memory that this transport allocated"):
-        a.register("RECEIVE", np.zeros(8, dtype=np.uint8))
     with pytest.raises(TransportError, match="flags are open already"):
         a.open_flags(3)
     good = b.endpoint("plan")
@@ -245,7 +243,7 @@ def test_loopback_reads_a_source_when_a_piece_lands() -> None:
     network = LoopbackNetwork(LoopbackPolicy(seed=1, max_delay=5))
     a, _, source, target = pair(network.transport)
     source[:] = 1
-    ticket = a.write(0, "b", "RECEIVE", rows(*((k, k, 1) for k in range(64))))  # type: ignore[arg-type]
+    ticket = a.write(0, "b", "RECEIVE", rows(*((k, 63 - k, 1) for k in range(64))))  # type: ignore[arg-type]
     assert not network.idle
     source[:] = 2
     while not a.finished(ticket):
@@ -258,7 +256,7 @@ def test_loopback_reorders_pieces_but_never_flags_of_one_channel() -> None:
     network = LoopbackNetwork(LoopbackPolicy(seed=3, max_delay=9, reorder=True))
     a, b, source, target = pair(network.transport)
     source[:] = np.arange(64)
-    ticket = a.write(0, "b", "RECEIVE", rows(*((k, k, 1) for k in range(64))))  # type: ignore[arg-type]
+    ticket = a.write(0, "b", "RECEIVE", rows(*((k, 63 - k, 1) for k in range(64))))  # type: ignore[arg-type]
     for sequence in range(1, 6):
         a.signal("b", 0, sequence, sequence)
     landed, flags = [], []
@@ -277,7 +275,7 @@ def test_loopback_fails_whole_writes_after_they_have_ended() -> None:
     network = LoopbackNetwork(LoopbackPolicy(seed=1, max_delay=3, failing_writes=frozenset([1])))
     a, _, source, target = pair(network.transport)
     source[:] = 7
-    good, bad = (a.write(0, "b", "RECEIVE", rows((0, at, 4), (4, at + 4, 4))) for at in (0, 32))  # type: ignore[arg-type]
+    good, bad = (a.write(0, "b", "RECEIVE", rows((0, at, 4), (8, at + 4, 4))) for at in (0, 32))  # type: ignore[arg-type]
     while not a.finished(good):
         pass
     while not network.idle:

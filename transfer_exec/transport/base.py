@@ -14,8 +14,7 @@ is `transfer_exec.executor`, so every wait has a deadline and a name.
              peer.signal(worker, channel=0, sequence=1, tag=7)
     mine   : transport.flag(0) == Flag(1, 7)
 
-Every implementation keeps its own table of registered regions, checks every descriptor against it on both sides
-where both sides run code, refuses endpoints of another transport, and refuses to run in a forked child.
+What every transport must do beside moving bytes is in one place, `transfer_exec.transport.checked`.
 """
 
 from __future__ import annotations
@@ -58,12 +57,21 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name, size_bytes
         As registered.
     address
-        Where the transport finds it; its own spelling.
+        Where the transport finds its first piece; its own spelling.
+    piece_bytes, more
+        Size of the pieces that it was registered in, and where the others are. Most regions have one piece.
     """
 
     name: str
     size_bytes: int
     address: str
+    piece_bytes: int = 1 << 62
+    more: tuple[str, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all pieces; none of an empty region."""
+        return (self.address, *self.more) if self.size_bytes else ()
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +116,13 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TransportError(f"these {len(data)} bytes are no endpoint: {error}") from error
         if endpoint.channels < 0 or any(region.size_bytes < 0 for region in endpoint.regions):
             raise TransportError(f"{endpoint.worker}: endpoint has a negative size")
+        for region in endpoint.regions:
+            pieces = -(-region.size_bytes // region.piece_bytes) if region.piece_bytes > 0 else -1
+            if len(region.addresses) != pieces:
+                raise TransportError(
+                    f"{endpoint.worker}: region {region.name} of {region.size_bytes} bytes in pieces of "
+                    f"{region.piece_bytes} has {len(region.addresses)} addresses"
+                )
         if len({region.name for region in endpoint.regions}) != len(endpoint.regions):
             raise TransportError(f"{endpoint.worker}: endpoint names a region twice")
         return endpoint
@@ -286,12 +301,22 @@ class RegionTable:
             raise TransportError(f"{worker}: region handle {handle} is not registered")
         return self._regions[handle]
 
-    def named(self, worker: str, name: str) -> Memory:
-        """Memory of a name; TransportError if there is none."""
-        for other, memory in self._regions:
-            if other == name:
-                return memory
-        raise TransportError(f"{worker}: region {name} is not registered")
+    def holding(self, worker: str, address: int, size_bytes: int) -> tuple[Memory, int]:
+        """The region that some bytes lie in, and from where on; TransportError if none has them all."""
+        for _, memory in self._regions:
+            offset = address - memory.ctypes.data
+            if 0 <= offset <= memory.nbytes - size_bytes:
+                return memory, offset
+        raise TransportError(f"{worker}: {size_bytes} bytes at {address:#x} are in no registered region")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(memory.nbytes for _, memory in self._regions)
+
+    def drop_last(self) -> None:
+        """Forget the region that was added last."""
+        self._regions.pop()
 
     def clear(self) -> None:
         """Forget all regions."""

@@ -26,21 +26,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.base import (
-    Descriptors,
-    Endpoint,
-    Flag,
-    Memory,
-    RegionHandle,
-    RegionInfo,
-    RegionTable,
-    Ticket,
-    check_descriptors,
-    check_peer,
-    check_process,
-    new_incarnation,
-)
+from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
+from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +48,10 @@ class LoopbackPolicy:
         Numbers of writes, counted over the network from 0, whose pieces are refused.
     lost_writes, lost_signals
         Numbers of writes or signals that vanish: nobody hears of them again.
+    failing_registrations
+        Numbers of registrations, counted over the network from 0, that the wire refuses with code -1.
+    limits
+        What the wire can take.
     """
 
     seed: int = 0
@@ -67,28 +60,30 @@ class LoopbackPolicy:
     failing_writes: frozenset[int] = frozenset()
     lost_writes: frozenset[int] = frozenset()
     lost_signals: frozenset[int] = frozenset()
+    failing_registrations: frozenset[int] = frozenset()
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """One write, as posted."""
+    """One write, as posted: every piece's target offset in its registration, and bytes."""
 
     source: str
     target: str
     region: str
-    descriptors: Descriptors
+    pieces: tuple[tuple[int, int], ...]
 
     @property
     def bytes(self) -> int:
         """Payload bytes."""
-        return int(self.descriptors[:, 2].sum())
+        return sum(size for _, size in self.pieces)
 
 
 @dataclass(slots=True)
 class _Piece:
     source: Memory
     target: Memory
-    row: tuple[int, int, int]
+    offset: int
     ticket: int
     due: int
 
@@ -122,6 +117,9 @@ class LoopbackNetwork:
         self._clock = 0
         self._signal_count = 0
         self._records: list[WriteRecord] = []
+        self._registrations = 0
+        self.registered: list[tuple[str, int]] = []
+        """Worker and bytes of everything that is registered now."""
 
     def transport(self, worker: str) -> LoopbackTransport:
         """A worker's end; a second one of the same worker is a restart, which the older endpoint does not reach."""
@@ -140,17 +138,23 @@ class LoopbackNetwork:
         """Whether nothing is under way."""
         return not self._pieces and not self._signals
 
-    def member(self, endpoint: Endpoint) -> LoopbackTransport:
-        """The transport an endpoint speaks of; TransportError if it is gone or was restarted."""
-        found = self._members.get(endpoint.worker)
-        if found is None or found.closed:
-            raise TransportError(f"{endpoint.worker}: is not on this loopback network any more")
-        if found.incarnation != endpoint.incarnation:
-            raise TransportError(
-                f"{endpoint.worker}: endpoint is of incarnation {endpoint.incarnation}, it runs as "
-                f"{found.incarnation}; exchange endpoints again"
-            )
-        return found
+    @property
+    def limits(self) -> Limits:
+        """What the wire can take."""
+        return self._policy.limits
+
+    def member(self, worker: str) -> LoopbackTransport | None:
+        """A worker's newest transport."""
+        return self._members.get(worker)
+
+    def count_registration(self, worker: str, size_bytes: int) -> None:
+        """Take a registration; TransportError if the policy refuses it."""
+        with self._lock:
+            number = self._registrations
+            self._registrations += 1
+            if number in self._policy.failing_registrations:
+                raise TransportError("loopback refused it with code -1")
+            self.registered.append((worker, size_bytes))
 
     def advance(self) -> None:
         """Let one poll's time pass and land what is due."""
@@ -167,19 +171,18 @@ class LoopbackNetwork:
             for signal in ripe:
                 signal.target.raise_flag(signal.channel, signal.flag)
 
-    def post(self, record: WriteRecord, source: Memory, target: Memory) -> int:
-        """Take a write; its number."""
+    def post(self, record: WriteRecord, ends: list[tuple[Memory, Memory]]) -> int:
+        """Take a write, as pairs of source and target of its pieces; its number."""
         with self._lock:
             ticket = len(self._records)
             self._records.append(record)
-            rows = [tuple(row) for row in record.descriptors.tolist()]
-            self._left[ticket] = len(rows)
+            self._left[ticket] = len(ends)
             self._failures[ticket] = []
             if ticket in self._policy.lost_writes:
-                self._left[ticket] = max(len(rows), 1)
+                self._left[ticket] = max(len(ends), 1)
                 return ticket
-            for row in rows:
-                piece = _Piece(source, target, row, ticket, self._clock + self._delay())
+            for (source, target), (offset, _) in zip(ends, record.pieces, strict=True):
+                piece = _Piece(source, target, offset, ticket, self._clock + self._delay())
                 if self._policy.max_delay:
                     self._pieces.append(piece)
                 else:
@@ -214,111 +217,100 @@ class LoopbackNetwork:
         return self._random.randint(0, self._policy.max_delay)
 
     def _land(self, piece: _Piece) -> None:
-        start, to, size = piece.row
         self._left[piece.ticket] -= 1
         if piece.ticket in self._policy.failing_writes:
-            record = self._records[piece.ticket]
+            record, stop = self._records[piece.ticket], piece.offset + len(piece.target)
             self._failures[piece.ticket].append(
-                f"write {piece.ticket} from {record.source} to {record.target} {record.region}[{to}:{to + size}] failed"
+                f"write {piece.ticket} from {record.source} to {record.target} {record.region}"
+                f"[{piece.offset}:{stop}] failed"
             )
             return
-        piece.target[to : to + size] = piece.source[start : start + size]
+        piece.target[:] = piece.source
 
 
-@dataclass(slots=True, eq=False)
-class LoopbackTransport:
+class LoopbackTransport(CheckedTransport[int]):
     """One worker's end of a loopback network; made by `LoopbackNetwork.transport`."""
 
-    network: LoopbackNetwork
-    worker: str
-    name: str = "loopback"
-    incarnation: int = field(default_factory=new_incarnation)
-    closed: bool = False
-    _regions: RegionTable = field(default_factory=RegionTable)
-    _peers: dict[str, tuple[Endpoint, LoopbackTransport]] = field(default_factory=dict)
-    _flags: list[Flag] = field(default_factory=list)
+    def __init__(self, network: LoopbackNetwork, worker: str) -> None:
+        super().__init__(worker, "loopback", network.limits)
+        self.network = network
+        self._flags: list[Flag] = []
+        self._stale = False
 
-    def allocate(self, size_bytes: int) -> Memory:
-        """Zeroed memory; see `Transport.allocate`."""
-        return np.zeros(size_bytes, dtype=np.uint8)
-
-    def register(self, name: str, memory: Memory) -> RegionHandle:
-        """Let peers write to a region; see `Transport.register`."""
-        return self._regions.add(self.worker, name, memory)
-
-    def open_flags(self, channels: int) -> None:
-        """Make the flags; see `Transport.open_flags`."""
-        self._flags = [Flag(0, 0)] * channels
-
-    def endpoint(self, program: str) -> Endpoint:
-        """What peers need; see `Transport.endpoint`."""
-        regions = tuple(RegionInfo(name, memory.nbytes, "") for name, memory in self._regions.items())
-        return Endpoint(self.worker, self.name, self.incarnation, program, len(self._flags), "", regions)
-
-    def connect(self, peer: Endpoint) -> None:
-        """Make a peer writable; see `Transport.connect`."""
-        check_process(self._regions.pid, self.worker)
-        check_peer(self.worker, self.name, peer)
-        self._peers[peer.worker] = (peer, self.network.member(peer))
-
-    def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
-        """Post copies; see `Transport.write`."""
-        check_process(self._regions.pid, self.worker)
-        endpoint, member = self._peer(peer)
-        name, memory = self._regions.of(self.worker, source)
-        check_descriptors(
-            descriptors,
-            source_bytes=memory.nbytes,
-            target_bytes=endpoint.region(region).size_bytes,
-            source=f"{self.worker} {name}",
-            target=f"{peer} {region}",
-        )
-        target = member.receive(region, descriptors)
-        return Ticket(self.network.post(WriteRecord(self.worker, peer, region, descriptors.copy()), memory, target))
-
-    def receive(self, region: str, descriptors: Descriptors) -> Memory:
-        """The target's own check of a write to one of its regions."""
-        memory = self._regions.named(self.worker, region)
-        size = memory.nbytes
-        place = f"{self.worker} {region}"
-        check_descriptors(descriptors[:, [1, 1, 2]], source_bytes=size, target_bytes=size, source=place, target=place)
-        return memory
-
-    def finished(self, ticket: Ticket) -> bool:
-        """Whether a write has ended; see `Transport.finished`. Lets a poll's time pass."""
-        self.network.advance()
-        return self.network.done(ticket)
-
-    def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
-        """Raise a peer's flag; see `Transport.signal`."""
-        check_process(self._regions.pid, self.worker)
-        endpoint, member = self._peer(peer)
-        if not 0 <= channel < endpoint.channels:
-            raise TransportError(f"{peer}: has no flag {channel}; it has {endpoint.channels}")
-        self.network.send_signal(member, channel, Flag(sequence, tag))
+    def memory_mapped_anew(self) -> None:
+        """The worker's memory moved to other pages at the same addresses, so what was registered is void."""
+        self._stale = True
 
     def raise_flag(self, channel: int, flag: Flag) -> None:
         """A signal lands here."""
         if flag.sequence > self._flags[channel].sequence:
             self._flags[channel] = flag
 
-    def flag(self, channel: int) -> Flag:
-        """Read an own flag; see `Transport.flag`. Lets a poll's time pass."""
-        check_process(self._regions.pid, self.worker)
+    def finished(self, ticket: Ticket) -> bool:
+        """Whether a write has ended; see `Transport.finished`. Lets a poll's time pass."""
+        self.network.advance()
+        return super().finished(ticket)
+
+    def window(self, address: int, size_bytes: int) -> tuple[Memory, int]:
+        """This worker's own check of a piece that is read or written: the bytes, and their offset in the region."""
+        if self._stale:
+            raise TransportError(f"{self.worker}: was registered before its memory was mapped anew; register it again")
+        memory, offset = self._regions.holding(self.worker, address, size_bytes)
+        return memory[offset : offset + size_bytes], offset
+
+    def _allocate(self, size_bytes: int) -> Memory:
+        return np.zeros(size_bytes, dtype=np.uint8)
+
+    def _expose(self, memory: Memory) -> str:
+        self.network.count_registration(self.worker, memory.nbytes)
+        return f"{memory.ctypes.data:#x}"
+
+    def _withdraw(self, memory: Memory) -> None:
+        self.network.registered.remove((self.worker, memory.nbytes))
+
+    def _make_flags(self, channels: int) -> str:
+        self._flags = [Flag(0, 0)] * channels
+        return ""
+
+    def _reach(self, peer: Endpoint) -> Bases:
+        gone = self._why_gone(peer)
+        if gone:
+            raise TransportError(f"{peer.worker}: {gone}; exchange endpoints again")
+        try:
+            return {region.name: tuple(int(at, 16) for at in region.addresses) for region in peer.regions}
+        except ValueError as error:
+            raise TransportError(f"{peer.worker}: an address in its endpoint is no loopback address") from error
+
+    def _why_gone(self, peer: Endpoint) -> str:
+        found = self.network.member(peer.worker)
+        if found is None or found.closed:
+            return "is not on this loopback network any more"
+        if found.incarnation != peer.incarnation:
+            return f"endpoint is of incarnation {peer.incarnation}, it runs as {found.incarnation}"
+        return ""
+
+    def _post(self, peer: Endpoint, region: str, rows: IdArray) -> int:
+        member = self.network.member(peer.worker)
+        assert member is not None
+        pieces, ends = [], []
+        for source, target, size in rows.tolist():
+            there, offset = member.window(target, size)
+            ends.append((self.window(source, size)[0], there))
+            pieces.append((offset, size))
+        return self.network.post(WriteRecord(self.worker, peer.worker, region, tuple(pieces)), ends)
+
+    def _ended(self, posted: int) -> bool:
+        return self.network.done(posted)
+
+    def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
+        member = self.network.member(peer.worker)
+        assert member is not None
+        self.network.send_signal(member, channel, flag)
+
+    def _read(self, channel: int) -> Flag:
         self.network.advance()
         return self._flags[channel]
 
-    def close(self) -> None:
-        """Leave the network."""
-        self.closed = True
+    def _close(self) -> None:
         self._peers.clear()
         self._regions.clear()
-
-    def _peer(self, peer: str) -> tuple[Endpoint, LoopbackTransport]:
-        found = self._peers.get(peer)
-        if found is None:
-            known = ", ".join(self._peers) or "nobody"
-            raise TransportError(f"{self.worker}: is not connected to {peer}; it is to {known}")
-        if found[1].closed or self.network.member(found[0]) is not found[1]:
-            raise TransportError(f"{peer}: has closed")
-        return found

@@ -1,13 +1,17 @@
 """Between the processes of one host: memory files that peers map and write with plain copies.
 
-Every region is a ``memfd``, memory with a file descriptor and no name: nothing is left behind when a process dies. A
-peer opens ``/proc/<pid>/fd/<fd>`` (same user, same PID namespace), checks the inode and the incarnation, and maps it.
-A write is a ``memcpy`` by the writer, complete when the call returns. Flags are pairs of 64-bit words; the tag is
-stored first and the sequence number last, with release order, and read with acquire order, so whoever sees the number
-sees the bytes on any processor. Numbers only grow, so nothing is ever reset.
+Memory that is allocated here is a ``memfd``, memory with a file descriptor and no name: nothing is left behind when a
+process dies. A peer opens ``/proc/<pid>/fd/<fd>`` (same user, same PID namespace), checks the inode and the
+incarnation, and maps it. A write is a ``memcpy`` by the writer, complete when the call returns. Flags are pairs of
+64-bit words; the tag is stored first and the sequence number last, with release order, and read with acquire order, so
+whoever sees the number sees the bytes on any processor. Numbers only grow, so nothing is ever reset.
+
+Memory that is not ours, such as a parameter, is written with ``process_vm_writev`` where the kernel allows it
+(`transfer_exec.transport.process_memory`); where it does not, registering it is refused by name.
 
 Files are sealed against shrinking, so a peer cannot make a mapping fault. All pages are faulted in when allocated
-and when mapped: first touch is ten times slower than a copy.
+and when mapped: first touch is ten times slower than a copy. A peer that closed, was restarted or died is noticed
+before the next write to it: it clears its incarnation when it closes, and a process descriptor tells when it ends.
 """
 
 from __future__ import annotations
@@ -15,32 +19,26 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
+import weakref
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
-from transfer_exec.transport.base import (
-    Descriptors,
-    Endpoint,
-    Flag,
-    Memory,
-    RegionHandle,
-    RegionInfo,
-    RegionTable,
-    Ticket,
-    check_descriptors,
-    check_peer,
-    check_process,
-    new_incarnation,
-)
+from transfer_exec.transport.base import Endpoint, Flag, Memory
+from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.process_memory import why_not, why_not_process, write_process
 
 _HEADER_BYTES = 64
 _FLAG_BYTES = 16
-_DONE = Ticket(0)
+_FOREIGN = "process"
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(CheckedTransport[None]):
     """One worker's end of the shared memory transport.
 
     Parameters
@@ -57,150 +55,106 @@ class SharedMemoryTransport:
     def __init__(self, worker: str) -> None:
         if not hasattr(os, "memfd_create"):
             raise TransportError(f"{worker}: shared_memory needs Linux (memfd_create); use another transport")
-        self._worker = worker
-        self._incarnation = new_incarnation()
-        self._regions = RegionTable()
+        super().__init__(worker, "shared_memory", Limits())
         self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
-        self._flags_address = 0
-        self._channels = 0
-        self._peers: dict[str, _Peer] = {}
-        self._closed = False
+        self._reached: dict[str, _Reached] = {}
+        self.foreign_refused = why_not()
+        """Why memory that was not allocated here cannot be registered; empty where it can."""
 
-    @property
-    def name(self) -> str:
-        """Name of the implementation."""
-        return "shared_memory"
-
-    @property
-    def worker(self) -> str:
-        """The worker this end belongs to."""
-        return self._worker
-
-    def allocate(self, size_bytes: int) -> Memory:
-        """Zeroed shared memory, faulted in; see `Transport.allocate`."""
-        self._check()
-        if size_bytes == 0:
-            return np.empty(0, dtype=np.uint8)
-        fd = os.memfd_create(f"transload {self._worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def _allocate(self, size_bytes: int) -> Memory:
+        fd = os.memfd_create(f"transload {self.worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            # Reserves the pages: without it a host that is full would kill the process at the first write.
+            os.posix_fallocate(fd, 0, size_bytes)
             memory = _map(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise TransportError(f"{self._worker}: cannot get {size_bytes} bytes of shared memory: {error}") from error
+            raise TransportError(f"{self.worker}: cannot get {size_bytes} bytes of shared memory: {error}") from error
         self._files[memory.ctypes.data] = fd, memory
         return memory
 
-    def register(self, name: str, memory: Memory) -> RegionHandle:
-        """Let peers write to a region that `allocate` returned; see `Transport.register`."""
-        self._check()
-        if self._place(memory) is None:
+    def _expose(self, memory: Memory) -> str:
+        place = self._place(memory)
+        if place is not None:
+            fd, offset = place
+            return f"{self._regions.pid}/{fd}/{os.fstat(fd).st_ino}/{offset}"
+        if self.foreign_refused:
             raise TransportError(
-                f"{self._worker}: region {name} is no memory that this transport allocated; peers could not map it"
+                f"this transport did not allocate it, so peers cannot map it, and process_vm_writev cannot be used: "
+                f"{self.foreign_refused}"
             )
-        return self._regions.add(self._worker, name, memory)
+        return f"{_FOREIGN}/{self._regions.pid}/{memory.ctypes.data:#x}"
 
-    def open_flags(self, channels: int) -> None:
-        """Make the flags; see `Transport.open_flags`."""
-        if self._flags is not None:
-            raise TransportError(f"{self._worker}: flags are open already")
-        self._flags = self.allocate(_HEADER_BYTES + _FLAG_BYTES * channels)
-        self._flags[:8].view(np.uint64)[0] = self._incarnation
-        self._flags_address = self._flags.ctypes.data + _HEADER_BYTES
-        self._channels = channels
+    def _withdraw(self, memory: Memory) -> None:
+        """Nothing to undo: a file is closed at the end, and other memory was only named."""
 
-    def endpoint(self, program: str) -> Endpoint:
-        """What peers need; see `Transport.endpoint`."""
-        self._check()
-        regions = tuple(
-            RegionInfo(name, memory.nbytes, self._address(memory)) for name, memory in self._regions.items()
-        )
-        return Endpoint(
-            self._worker,
-            self.name,
-            self._incarnation,
-            program,
-            self._channels,
-            self._address(self._own_flags()),
-            regions,
-        )
+    def _make_flags(self, channels: int) -> str:
+        self._flags = self._allocate(_HEADER_BYTES + _FLAG_BYTES * channels)
+        publish_word(self._flags.ctypes.data, self.incarnation)
+        return self._expose(self._flags)
 
-    def connect(self, peer: Endpoint) -> None:
-        """Map a peer's flags and regions; see `Transport.connect`."""
-        self._check()
-        check_peer(self._worker, self.name, peer)
+    def _reach(self, peer: Endpoint) -> Bases:
         files: dict[str, Memory] = {}
         flags = _open(peer.worker, peer.flags_address, _HEADER_BYTES + _FLAG_BYTES * peer.channels, files)
-        incarnation = int(flags[:8].view(np.uint64)[0])
+        incarnation = read_word(flags.ctypes.data)
         if incarnation != peer.incarnation:
             raise TransportError(
                 f"{peer.worker}: endpoint is of incarnation {peer.incarnation}, its memory of {incarnation}; "
                 "exchange endpoints again"
             )
-        regions = {region.name: _open(peer.worker, region.address, region.size_bytes, files) for region in peer.regions}
-        self._peers[peer.worker] = _Peer(peer, flags, regions)
+        bases, foreign = {}, {}
+        for region in peer.regions:
+            if region.address.startswith(f"{_FOREIGN}/"):
+                foreign[region.name], bases[region.name] = _foreign(peer.worker, region.address)
+            else:
+                bases[region.name] = tuple(
+                    _open(peer.worker, address, region.size_bytes, files).ctypes.data for address in region.addresses
+                )
+        process = _descriptor(peer.worker, int(peer.flags_address.partition("/")[0]))
+        reached = _Reached(flags, tuple(files.values()), foreign, process)
+        if process is not None:
+            weakref.finalize(reached, os.close, process)
+        self._reached[peer.worker] = reached
+        return bases
 
-    def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
-        """Copy into a peer's region; complete when this returns. See `Transport.write`."""
-        self._check()
-        known = self._peer(peer)
-        name, memory = self._regions.of(self._worker, source)
-        known.endpoint.region(region)
-        target = known.regions[region]
-        check_descriptors(
-            descriptors,
-            source_bytes=memory.nbytes,
-            target_bytes=target.nbytes,
-            source=f"{self._worker} {name}",
-            target=f"{peer} {region}",
-        )
-        copy_ranges(np.ascontiguousarray(descriptors), memory.ctypes.data, target.ctypes.data)
-        return _DONE
+    def _why_gone(self, peer: Endpoint) -> str:
+        reached = self._reached[peer.worker]
+        incarnation = read_word(reached.flags.ctypes.data)
+        if incarnation != peer.incarnation:
+            return "has closed" if not incarnation else f"runs as incarnation {incarnation}, not {peer.incarnation}"
+        return "its process has ended" if reached.has_ended() else ""
 
-    def finished(self, ticket: Ticket) -> bool:
-        """Always: a write is complete when `write` returns."""
+    def _post(self, peer: Endpoint, region: str, rows: IdArray) -> None:
+        pid = self._reached[peer.worker].foreign.get(region)
+        if pid is None:
+            copy_ranges(np.ascontiguousarray(rows).view(np.uint64), 0, 0)
+        else:
+            write_process(pid, rows)
+
+    def _ended(self, posted: None) -> bool:
         return True
 
-    def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
-        """Raise a peer's flag; see `Transport.signal`."""
-        self._check()
-        known = self._peer(peer)
-        if not 0 <= channel < known.endpoint.channels:
-            raise TransportError(f"{peer}: has no flag {channel}; it has {known.endpoint.channels}")
-        address = known.flags_address + _FLAG_BYTES * channel
-        publish_word(address + 8, tag)
-        publish_word(address, sequence)
+    def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
+        address = self._reached[peer.worker].flags.ctypes.data + _HEADER_BYTES + _FLAG_BYTES * channel
+        publish_word(address + 8, flag.tag)
+        publish_word(address, flag.sequence)
 
-    def flag(self, channel: int) -> Flag:
-        """Read an own flag; see `Transport.flag`."""
-        self._check()
-        if not 0 <= channel < self._channels:
-            raise TransportError(f"{self._worker}: has no flag {channel}; it has {self._channels}")
-        address = self._flags_address + _FLAG_BYTES * channel
+    def _read(self, channel: int) -> Flag:
+        assert self._flags is not None
+        address = self._flags.ctypes.data + _HEADER_BYTES + _FLAG_BYTES * channel
         sequence = read_word(address)
         return Flag(sequence, read_word(address + 8))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close the files. Mappings live as long as this object, since another thread may be reading a flag."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._flags is not None:
+            publish_word(self._flags.ctypes.data, 0)
         for fd, _ in self._files.values():
             os.close(fd)
         self._files.clear()
-
-    def _own_flags(self) -> Memory:
-        if self._flags is None:
-            raise TransportError(f"{self._worker}: flags are not open")
-        return self._flags
-
-    def _address(self, memory: Memory) -> str:
-        place = self._place(memory)
-        assert place is not None, "what is registered was allocated here"
-        fd, offset = place
-        return f"{self._regions.pid}/{fd}/{os.fstat(fd).st_ino}/{offset}"
 
     def _place(self, memory: Memory) -> tuple[int, int] | None:
         """The file that memory lies in, and from which byte on."""
@@ -210,29 +164,48 @@ class SharedMemoryTransport:
                 return fd, offset
         return None
 
-    def _check(self) -> None:
-        check_process(self._regions.pid, self._worker)
-        if self._closed:
-            raise TransportError(f"{self._worker}: transport is closed")
 
-    def _peer(self, peer: str) -> _Peer:
-        known = self._peers.get(peer)
-        if known is None:
-            names = ", ".join(self._peers) or "nobody"
-            raise TransportError(f"{self._worker}: is not connected to {peer}; it is to {names}")
-        return known
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Reached:
+    """What is held of a connected peer: mappings, the process of regions that are not mapped, a descriptor of its own.
+
+    Without such a descriptor, which a sandbox may forbid, a dead peer is noticed by the deadline instead.
+    """
+
+    flags: Memory
+    mappings: tuple[npt.NDArray[np.uint8], ...]
+    foreign: dict[str, int]
+    process: int | None
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        if self.process is None:
+            return False
+        poller = select.poll()
+        poller.register(self.process, select.POLLIN)
+        return bool(poller.poll(0))
 
 
-class _Peer:
-    """A connected peer's mapped memory."""
+def _descriptor(worker: str, pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise TransportError(f"{worker}: process {pid} is gone") from error
+    except OSError:
+        return None
 
-    __slots__ = ("endpoint", "flags", "flags_address", "regions")
 
-    def __init__(self, endpoint: Endpoint, flags: Memory, regions: dict[str, Memory]) -> None:
-        self.endpoint = endpoint
-        self.flags = flags
-        self.flags_address = flags.ctypes.data + _HEADER_BYTES
-        self.regions = regions
+def _foreign(worker: str, address: str) -> tuple[int, tuple[int, ...]]:
+    """Process and address of a region that cannot be mapped, after reading a byte of it."""
+    try:
+        _, process, place = address.split("/")
+        pid, base = int(process), int(place, 16)
+    except ValueError as error:
+        raise TransportError(f"{worker}: {address!r} is no shared memory address") from error
+    refused = why_not_process(pid, base)
+    if refused:
+        raise TransportError(f"{worker}: its memory cannot be written with process_vm_writev: {refused}")
+    return pid, (base,)
 
 
 def _map(fd: int, size_bytes: int) -> Memory:

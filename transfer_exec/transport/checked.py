@@ -1,0 +1,353 @@
+"""Everything that no wire does by itself, above all of them: `CheckedTransport`, the base of every transport.
+
+A wire (shared memory, a network card, the fake) exposes memory, copies between absolute addresses, and raises flags. It
+believes whatever it is told. This class is the only one that talks to it, and it
+
+- keeps the table of registered regions and checks every descriptor against it, and against the peer's endpoint;
+- registers in pieces no larger than the wire can, withdraws all of a region if one piece fails, and lets no write
+  cross a seam between pieces on either side;
+- merges neighbouring descriptors, and keeps at most ``Limits.in_flight`` of them with the wire for each peer;
+- hands out tickets that mean nothing to the wire, so a stale one cannot reach it;
+- after a failed write posts no more of it, waits until what was posted has ended, and lists every failure;
+- refuses peers of another incarnation, whenever it is about to write to one;
+- refuses to run in a forked child, and after `close`.
+
+Nothing here waits, so deadlines are the caller's: `transfer_exec.executor` polls against one. A wire that must wait, to
+reach a peer, has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from layout_algebra.dtypes import IdArray
+from transfer_exec.errors import PeerGoneError, TransportError
+from transfer_exec.transport.base import (
+    Descriptors,
+    Endpoint,
+    Flag,
+    Memory,
+    RegionHandle,
+    RegionInfo,
+    RegionTable,
+    Ticket,
+    check_descriptors,
+    check_peer,
+    check_process,
+    new_incarnation,
+)
+from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
+
+_Posted = TypeVar("_Posted")
+
+Bases = Mapping[str, tuple[int, ...]]
+"""By region of a peer, the address of each of its pieces as the wire here knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a wire can take.
+
+    Attributes
+    ----------
+    piece_bytes
+        Largest single registration.
+    total_bytes
+        All registrations together.
+    in_flight
+        Descriptors with the wire at once, for each peer.
+    """
+
+    piece_bytes: int = 1 << 62
+    total_bytes: int = 1 << 62
+    in_flight: int = 1024
+
+
+class CheckedTransport(ABC, Generic[_Posted]):
+    """One worker's end of a transport; see `transfer_exec.transport.base.Transport` for what each method does.
+
+    Parameters
+    ----------
+    worker
+        Its name in the plan.
+    name
+        Of the implementation.
+    limits
+        Of the wire.
+    """
+
+    def __init__(self, worker: str, name: str, limits: Limits) -> None:
+        self.worker = worker
+        self.name = name
+        self.incarnation = new_incarnation()
+        self._limits = limits
+        self._regions = RegionTable()
+        self._places: dict[str, tuple[str, ...]] = {}
+        self._peers: dict[str, _Peer[_Posted]] = {}
+        self._writes: dict[int, _Write[_Posted]] = {}
+        self._posted = 0
+        self._channels = 0
+        self._flags_at: str | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # The wire
+
+    @abstractmethod
+    def _allocate(self, size_bytes: int) -> Memory:
+        """Zeroed memory, faulted in."""
+
+    @abstractmethod
+    def _expose(self, memory: Memory) -> str:
+        """Register a piece; its address in an endpoint. TransportError with the wire's own code or words."""
+
+    @abstractmethod
+    def _withdraw(self, memory: Memory) -> None:
+        """Undo `_expose`."""
+
+    @abstractmethod
+    def _make_flags(self, channels: int) -> str:
+        """Make the flags; their address in an endpoint."""
+
+    @abstractmethod
+    def _reach(self, peer: Endpoint) -> Bases:
+        """Find a peer's memory, of this very incarnation, within a deadline."""
+
+    @abstractmethod
+    def _why_gone(self, peer: Endpoint) -> str:
+        """Why a peer that was reached must not be written any more; empty if it may."""
+
+    @abstractmethod
+    def _post(self, peer: Endpoint, region: str, rows: IdArray) -> _Posted | None:
+        """Copy rows of absolute ``(source, target, bytes)``; None if that is done on return."""
+
+    @abstractmethod
+    def _ended(self, posted: _Posted) -> bool:
+        """Whether what was posted has ended; TransportError if it failed. Never blocks."""
+
+    @abstractmethod
+    def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
+        """Raise a peer's flag."""
+
+    @abstractmethod
+    def _read(self, channel: int) -> Flag:
+        """Read an own flag."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Let go of everything."""
+
+    # What users call
+
+    def allocate(self, size_bytes: int) -> Memory:
+        """See `Transport.allocate`."""
+        self._check()
+        return self._allocate(size_bytes) if size_bytes else np.empty(0, dtype=np.uint8)
+
+    def register(self, name: str, memory: Memory) -> RegionHandle:
+        """See `Transport.register`."""
+        self._check()
+        handle = self._regions.add(self.worker, name, memory)
+        pieces = self._pieces(memory)
+        addresses: list[str] = []
+        try:
+            if self._regions.total_bytes > self._limits.total_bytes:
+                raise TransportError(
+                    f"{self._regions.total_bytes} bytes in all regions, and {self.name} registers at most "
+                    f"{self._limits.total_bytes}"
+                )
+            for piece in pieces:
+                addresses.append(self._expose(piece))
+        except TransportError as error:
+            for piece in pieces[: len(addresses)]:
+                self._withdraw(piece)
+            self._regions.drop_last()
+            raise TransportError(
+                f"{self.worker}: region {name} of {memory.nbytes} bytes cannot be registered: {error}"
+            ) from error
+        self._places[name] = tuple(addresses)
+        return handle
+
+    def open_flags(self, channels: int) -> None:
+        """See `Transport.open_flags`."""
+        self._check()
+        if self._flags_at is not None:
+            raise TransportError(f"{self.worker}: flags are open already")
+        self._flags_at, self._channels = self._make_flags(channels), channels
+
+    def endpoint(self, program: str) -> Endpoint:
+        """See `Transport.endpoint`."""
+        self._check()
+        if self._flags_at is None:
+            raise TransportError(f"{self.worker}: flags are not open")
+        regions = tuple(
+            RegionInfo(name, memory.nbytes, *_spelled(self._places[name], self._limits.piece_bytes))
+            for name, memory in self._regions.items()
+        )
+        return Endpoint(self.worker, self.name, self.incarnation, program, self._channels, self._flags_at, regions)
+
+    def connect(self, peer: Endpoint) -> None:
+        """See `Transport.connect`."""
+        self._check()
+        check_peer(self.worker, self.name, peer)
+        self._peers[peer.worker] = _Peer(peer, self._reach(peer))
+
+    def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
+        """See `Transport.write`."""
+        known = self._known(peer)
+        name, memory = self._regions.of(self.worker, source)
+        info = known.endpoint.region(region)
+        check_descriptors(
+            descriptors,
+            source_bytes=memory.nbytes,
+            target_bytes=info.size_bytes,
+            source=f"{self.worker} {name}",
+            target=f"{peer} {region}",
+        )
+        rows = merge_neighbours(descriptors).astype(np.int64)
+        rows = cut_at_seams(rows, column=0, piece_bytes=self._limits.piece_bytes)
+        rows = cut_at_seams(rows, column=1, piece_bytes=info.piece_bytes)
+        rows[:, 0] += memory.ctypes.data
+        pieces, offsets = rows[:, 1] // info.piece_bytes, rows[:, 1] % info.piece_bytes
+        rows[:, 1] = np.array([*known.bases[region], 0], dtype=np.int64)[pieces] + offsets
+        self._posted += 1
+        write = self._writes[self._posted] = _Write(known, region, rows)
+        known.queue.append(write)
+        self._post_more(known)
+        return Ticket(self._posted)
+
+    def finished(self, ticket: Ticket) -> bool:
+        """See `Transport.finished`."""
+        self._check()
+        if not 0 < ticket <= self._posted:
+            raise TransportError(f"{self.worker}: write {ticket} was never posted")
+        write = self._writes.get(ticket)
+        if write is None:
+            return True
+        for each in [each for each in self._writes.values() if each.peer is write.peer]:
+            self._collect(each)
+        self._post_more(write.peer)
+        if write.under_way or (write.position < len(write.rows) and not write.failures):
+            return False
+        if write.failures:
+            raise TransportError("; ".join(write.failures))
+        del self._writes[ticket]
+        return True
+
+    def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
+        """See `Transport.signal`."""
+        known = self._known(peer)
+        if not 0 <= channel < known.endpoint.channels:
+            raise TransportError(f"{peer}: has no flag {channel}; it has {known.endpoint.channels}")
+        self._raise(known.endpoint, channel, Flag(sequence, tag))
+
+    def flag(self, channel: int) -> Flag:
+        """See `Transport.flag`."""
+        self._check()
+        if not 0 <= channel < self._channels:
+            raise TransportError(f"{self.worker}: has no flag {channel}; it has {self._channels}")
+        return self._read(channel)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        for _, memory in self._regions.items():
+            for piece in self._pieces(memory):
+                self._withdraw(piece)
+        self._close()
+
+    # Inside
+
+    def _pieces(self, memory: Memory) -> list[Memory]:
+        size = self._limits.piece_bytes
+        return [memory[start : start + size] for start in range(0, memory.nbytes, size)]
+
+    def _post_more(self, peer: _Peer[_Posted]) -> None:
+        """Post what there is room for, oldest write first."""
+        while peer.queue:
+            write = peer.queue[0]
+            while write.position < len(write.rows) and not write.failures:
+                room = self._limits.in_flight - peer.in_flight
+                if room <= 0:
+                    return
+                batch = write.rows[write.position : write.position + room]
+                write.position += len(batch)
+                try:
+                    posted = self._post(peer.endpoint, write.region, batch)
+                except TransportError as error:
+                    write.failures.append(str(error))
+                    break
+                if posted is not None:
+                    write.under_way.append((posted, len(batch)))
+                    peer.in_flight += len(batch)
+            peer.queue.popleft()
+
+    def _collect(self, write: _Write[_Posted]) -> None:
+        left = []
+        for posted, count in write.under_way:
+            try:
+                ended = self._ended(posted)
+            except TransportError as error:
+                write.failures.append(str(error))
+                ended = True
+            if ended:
+                write.peer.in_flight -= count
+            else:
+                left.append((posted, count))
+        write.under_way = left
+
+    def _check(self) -> None:
+        check_process(self._regions.pid, self.worker)
+        if self._closed:
+            raise TransportError(f"{self.worker}: transport is closed")
+
+    def _known(self, peer: str) -> _Peer[_Posted]:
+        """A connected peer that may still be written."""
+        self._check()
+        known = self._peers.get(peer)
+        if known is None:
+            names = ", ".join(self._peers) or "nobody"
+            raise TransportError(f"{self.worker}: is not connected to {peer}; it is to {names}")
+        gone = self._why_gone(known.endpoint)
+        if gone:
+            raise PeerGoneError(f"{peer}: {gone}; exchange endpoints again")
+        return known
+
+
+@dataclass(slots=True, eq=False)
+class _Peer(Generic[_Posted]):
+    """A connected peer, the writes to it that have not been posted whole, and how much of it the wire has."""
+
+    endpoint: Endpoint
+    bases: Bases
+    queue: deque[_Write[_Posted]] = field(default_factory=deque)
+    in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Write(Generic[_Posted]):
+    """One ticket: rows before ``position`` were posted, those of ``under_way`` have not ended."""
+
+    peer: _Peer[_Posted]
+    region: str
+    rows: IdArray
+    position: int = 0
+    under_way: list[tuple[_Posted, int]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def _spelled(addresses: tuple[str, ...], piece_bytes: int) -> tuple[str, int, tuple[str, ...]]:
+    """Address of the first piece, size of the pieces and addresses of the others, as `RegionInfo` has them."""
+    return (addresses[0] if addresses else ""), piece_bytes, addresses[1:]

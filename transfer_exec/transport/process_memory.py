@@ -1,0 +1,102 @@
+"""Writing another process's memory with ``process_vm_writev``: no mapping, no copy in between, 1024 ranges a call.
+
+The kernel allows it between processes of one user, unless a policy (Yama's ``ptrace_scope``, seccomp, a user namespace)
+says no. So it is asked before it is relied on: `why_not` at the start, `why_not_process` for one peer.
+
+::
+
+    why_not() or why_not_process(pid, address) or write_process(pid, rows)      # rows: source, target, bytes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from layout_algebra.dtypes import IdArray
+from transfer_exec.errors import TransportError
+
+_RANGES = 1024
+_CALL_BYTES = 1 << 30
+"""Below the kernel's own limit of 2 GiB less a page, so that a whole call is one answer."""
+
+
+def why_not() -> str:
+    """Why this process cannot use ``process_vm_writev`` at all; empty if it can."""
+    word = np.ones(1, dtype=np.int64)
+    return why_not_process(os.getpid(), word.ctypes.data)
+
+
+def why_not_process(pid: int, address: int) -> str:
+    """Why a process's memory at an address cannot be reached; empty if it can."""
+    word = np.zeros(1, dtype=np.uint8)
+    mine, theirs = (np.array([[place, 1]], dtype=np.int64) for place in (word.ctypes.data, address))
+    try:
+        _call("process_vm_readv", pid, mine, theirs)
+    except OSError as error:
+        return f"process {pid}: {os.strerror(error.errno or 0)}" + _hint(error)
+    return ""
+
+
+def write_process(pid: int, rows: IdArray) -> None:
+    """Copy ranges into another process's memory.
+
+    Parameters
+    ----------
+    pid
+        The process.
+    rows
+        int64, shape ``(n, 3)``: address here, address there, bytes.
+
+    Raises
+    ------
+    TransportError
+        If the process is gone, a range is not mapped there, or the kernel does not allow it.
+    """
+    for part in _calls(rows):
+        mine, theirs = np.ascontiguousarray(part[:, ::2]), np.ascontiguousarray(part[:, 1:])
+        wanted = int(part[:, 2].sum())
+        try:
+            written = _call("process_vm_writev", pid, mine, theirs)
+        except OSError as error:
+            raise TransportError(
+                f"process {pid}: {len(part)} ranges cannot be written: {os.strerror(error.errno or 0)}{_hint(error)}"
+            ) from error
+        if written != wanted:
+            raise TransportError(
+                f"process {pid}: {written} of {wanted} bytes could be written; part of the range is not mapped there"
+            )
+
+
+def _calls(rows: IdArray) -> list[IdArray]:
+    """Rows in groups that one call takes."""
+    out: list[IdArray] = []
+    for part in np.split(rows, range(_RANGES, len(rows), _RANGES)):
+        if int(part[:, 2].sum()) <= _CALL_BYTES:
+            out.append(part)
+            continue
+        for source, target, size in part.tolist():
+            out += [
+                np.array([[source + at, target + at, min(_CALL_BYTES, size - at)]], dtype=np.int64)
+                for at in range(0, size, _CALL_BYTES)
+            ]
+    return [part for part in out if len(part)]
+
+
+def _call(name: str, pid: int, mine: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> int:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    done = int(function(pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0))
+    if done < 0:
+        raise OSError(ctypes.get_errno(), name)
+    return done
+
+
+def _hint(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "; both must run as one user, and kernel.yama.ptrace_scope must be 0"
+    return ""

@@ -1,0 +1,50 @@
+"""Descriptor lists as arrays: neighbours become one, and what crosses a seam between registrations becomes two.
+
+A device may not register a region whole; the library then registers pieces of one size, and no write crosses from one
+to the next on either side, whatever length was asked for.
+
+>>> import numpy as np
+>>> rows = np.array([[0, 990, 4], [4, 994, 12], [40, 2000, 1]], dtype=np.uint64)
+>>> merge_neighbours(rows).tolist()
+[[0, 990, 16], [40, 2000, 1]]
+>>> cut_at_seams(merge_neighbours(rows).astype(np.int64), column=1, piece_bytes=1000).tolist()
+[[0, 990, 10], [10, 1000, 6], [40, 2000, 1]]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from layout_algebra.dtypes import IdArray
+from layout_algebra.runs import expand_ranges
+from transfer_exec.transport.base import Descriptors
+
+
+def merge_neighbours(descriptors: Descriptors) -> Descriptors:
+    """One descriptor for those that continue each other on both sides; empty ones are dropped."""
+    rows = descriptors[descriptors[:, 2] > 0]
+    if len(rows) < 2:
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    heads = np.flatnonzero(np.append(True, (ends != rows[1:, :2]).any(axis=1)))
+    merged = rows[heads]
+    merged[:, 2] = np.add.reduceat(rows[:, 2], heads)
+    return merged
+
+
+def cut_at_seams(rows: IdArray, *, column: int, piece_bytes: int) -> IdArray:
+    """Cut rows of ``(source offset, target offset, bytes)`` wherever one side crosses a multiple of ``piece_bytes``."""
+    begins = rows[:, column]
+    first, last = begins // piece_bytes, (begins + rows[:, 2] - 1) // piece_bytes
+    if np.array_equal(first, last):
+        return rows
+    counts = last - first + 1
+    owner = np.repeat(np.arange(len(rows)), counts)
+    nth = expand_ranges(np.zeros(len(rows), dtype=np.int64), counts)
+    seam = (first[owner] + nth) * piece_bytes
+    start = np.maximum(seam, begins[owner])
+    stop = np.minimum(seam + piece_bytes, begins[owner] + rows[owner, 2])
+    out = rows[owner].copy()
+    out[:, :2] += (start - begins[owner])[:, None]
+    out[:, 2] = stop - start
+    return out
