@@ -13,7 +13,6 @@ import numpy as np
 from adapters.probe_live import LiveTensor
 from adapters.probe_verify import Claims, steady_claims
 from adapters.torch_bits import Bits, as_bits
-from layout_algebra.canonical import lift
 from layout_algebra.diff2 import Chunk, Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.recover import constant_ids, recover
@@ -54,7 +53,7 @@ def claims_of_codes(
 ) -> Claims:
     """Claims of a tensor that can hold codes, after the last code pass."""
     recovery = recover(diffs, codes.passes, one.shape, codes.total_elements)
-    copies = lift(recovery.copies)
+    copies = recovery.copies
     return steady_claims(
         live,
         kept,

@@ -23,9 +23,8 @@ import numpy.typing as npt
 from adapters._probe_kernels import check_rows, check_steady, mark_rows, mask_intervals, steady_runs
 from adapters.probe_feed import Pattern
 from adapters.torch_bits import Bits, bits_view, storage_type, tensor_of_bits, torch_dtype
-from layout_algebra.canonical import lift
+from layout_algebra.canonical import canonical_table
 from layout_algebra.dtypes import IdArray
-from layout_algebra.recover import rectangles_of_copies
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap
@@ -193,7 +192,7 @@ class Claims:
             mask = np.zeros((self.elements + 7) // 8, dtype=np.uint8) if mask is None else mask
             mark_rows(mask, self.copies.rows[lost])
             self._mark_constants(mask)
-        rest = lift(rectangles_of_copies(CopyTable(self.copies.rows[good]), self.shape))
+        rest = canonical_table(CopyTable(self.copies.rows[good]), self.shape)
         opaque = RunTable.empty() if mask is None else RunTable.from_intervals(mask_intervals(mask, self.elements))
         return ParameterMap(self.shape, self.dtype, rest, opaque)
 

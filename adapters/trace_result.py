@@ -20,9 +20,8 @@ from adapters.trace_lattice import Grid, Irregular, nested
 from adapters.trace_memory import View
 from adapters.trace_moves import row_major
 from adapters.trace_pieces import CONSTANT, Copied, Labels, Piece, Untouched, sources_of
-from layout_algebra.canonical import lift
+from layout_algebra.canonical import canonical_table
 from layout_algebra.dtypes import IdArray
-from layout_algebra.recover import rectangles_of_copies
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap
@@ -76,7 +75,7 @@ def settle(labels: Labels, view: View | None, shape: tuple[int, ...], dtype: str
             copies.append(_row_of(piece.grid))
         elif bad:
             opaque.append(_intervals_of(piece.grid))
-    rows = lift(rectangles_of_copies(CopyTable(_stacked(copies)), shape))
+    rows = canonical_table(CopyTable(_stacked(copies)), shape)
     lost_runs = RunTable.from_intervals(np.concatenate([np.empty((0, 2), dtype=np.int64), *opaque]))
     names = tuple(labels.space.specs[position].name for position in sorted(tensors))
     return Settled(ParameterMap(shape, dtype, rows, lost_runs, names), labels.chain(steps))

@@ -28,17 +28,19 @@ def id_or_zero(number: int) -> int:
 
 
 @kernel
-def entries_of_ids(ids: Ints) -> tuple[Ints, Ints, int]:
+def entries_of_ids(ids: Ints, known: int, place: int) -> tuple[Ints, Ints, int]:
     """Second differences along both axes of a matrix of ids: flat places in order, values, and how many.
 
-    Numbers below 1 count as 0. Rows that continue the two above them are found by a loop that compilers vectorize.
+    The first ``known`` rows, at most two, are only what stands above the others; ``place`` is the flat place of the row
+    after them. Numbers below 1 count as 0. Rows that continue the two above them are found by a loop that compilers
+    vectorize.
     """
     rows, width = ids.shape
     position = np.empty(64, dtype=np.int64)
     value = np.empty(64, dtype=np.int64)
     count = 0
     bend = np.zeros(width + 2, dtype=np.int64)
-    for row in range(rows):
+    for row in range(known, rows):
         here = ids[row]
         above = ids[row - 1] if row > 0 else here
         higher = ids[row - 2] if row > 1 else here
@@ -58,7 +60,7 @@ def entries_of_ids(ids: Ints) -> tuple[Ints, Ints, int]:
             if second != 0:
                 if count == len(position):
                     position, value = doubled(position), doubled(value)
-                position[count] = row * width + column
+                position[count] = place + (row - known) * width + column
                 value[count] = second
                 count += 1
     return position, value, count
@@ -105,6 +107,26 @@ def join_entries(place: Ints, value: Words, starts: Ints, moduli: Ints, inverses
         out_place[count] = least
         out_value[count] = total
         count += 1
+    return out_place, out_value, count
+
+
+@kernel
+def join_dense(values: Words, place: int, moduli: Ints, inverses: Ints) -> tuple[Ints, Ints, int]:
+    """Like ``join_entries`` for passes that hold a residue at every place from ``place`` on: one row each."""
+    passes, size = values.shape
+    out_place = np.empty(size, dtype=np.int64)
+    out_value = np.empty(size, dtype=np.int64)
+    count = 0
+    for k in range(size):
+        total, radix = np.int64(0), np.int64(1)
+        for one in range(passes):
+            digit = (np.int64(values[one, k]) - total % moduli[one]) % moduli[one] * inverses[one] % moduli[one]
+            total += radix * digit
+            radix *= moduli[one]
+        if total != 0:
+            out_place[count] = place + k
+            out_value[count] = total
+            count += 1
     return out_place, out_value, count
 
 

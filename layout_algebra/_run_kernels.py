@@ -117,23 +117,38 @@ def walk(
 
 @kernel
 def runs_of_row(
-    columns: Ints, bends: Ints, used: int, width: int, modulus: int, top: int, constants: Ints
-) -> tuple[Ints, int, bool]:
-    """Cut one row into maximal affine runs of ids (or of one constant).
+    columns: Ints, bends: Ints, used: int, known: int, width: int, column: int, value: int, slope: int,
+    modulus: int, top: int, constants: Ints,
+) -> tuple[Ints, int, bool, int, int, int]:  # fmt: skip
+    """Cut one row, from a column on, into maximal affine runs of ids (or of one constant).
 
-    A pair whose second element begins a longer run gives it up. Returns runs, their number, and whether some element
-    is neither an id, nor a constant, nor 0.
+    A pair whose second element begins a longer run gives it up.
+
+    Parameters
+    ----------
+    columns, bends, used
+        Where the row bends after ``column``, as far as that is known: all bends before column ``known``.
+    known, width
+        If all bends are known, ``known`` is the width; if not, cutting stops before what others could change.
+    column, value, slope
+        Where to begin, what is there, and the first difference there. A row begins with -1, 0, 0.
+
+    Returns
+    -------
+    tuple
+        Runs, their number, whether some element is neither an id, nor a constant, nor 0; and column, value and slope
+        where to go on.
     """
-    out = np.empty((max(8, used + 4), RUN_FIELDS), dtype=np.int64)
+    out = np.empty((max(8, used // 2 + 4), RUN_FIELDS), dtype=np.int64)
     count = 0
     dirty = False
-    column = active = value = slope = 0
-    if used > 0:
-        column = columns[0]
+    active = 0
+    if column < 0:
+        column = columns[0] if used > 0 else known
         active, value, slope = walk(columns, bends, used, 0, column, 0, 0, column, modulus)
-    else:
-        column = width
     while column < width:
+        if known < width and (column + 4 > known or active == used):
+            break
         kind = kind_of(value, top, constants)
         if kind == HOLE:
             dirty = dirty or value != 0
@@ -141,6 +156,7 @@ def runs_of_row(
             if slope == 0:
                 target = columns[active] if active < used else width
             if target >= width:
+                column = width
                 break
             active, value, slope = walk(columns, bends, used, active, column, value, slope, target, modulus)
             column = target
@@ -152,6 +168,8 @@ def runs_of_row(
             same = kind_of(value1, top, constants) == kind and (kind == COPY or value1 == value)
             if same:
                 step = value1 - value
+                if second == used and known < width:
+                    break
                 end = columns[second] if second < used else width
                 length = min(end - column, 1 + steps_inside(value, step, top)) if kind == COPY else end - column
                 if length == 2 and end == column + 2 and column + 3 < width:
@@ -176,10 +194,11 @@ def runs_of_row(
         out[count, 5] = kind
         count += 1
         if column + length >= width:
+            column = width
             break
         active, value, slope = walk(columns, bends, used, active, column, value, slope, column + length, modulus)
         column += length
-    return out, count, dirty
+    return out, count, dirty, column, value, slope
 
 
 @kernel

@@ -87,14 +87,18 @@ def less(left: Ints, right: Ints, used: int, modulus: int) -> Ints:
 
 @kernel
 def sweep(
-    position: Ints, value: Ints, rows: int, width: int, modulus: int, top: int, constants: Ints
-) -> tuple[Ints, int, bool]:
-    """All rectangles of one parameter.
+    position: Ints, value: Ints, final: bool, rows: int, width: int, modulus: int, top: int, constants: Ints,
+    row: int, above: int, before: Ints, before_count: int, columns: Ints, bends: Ints, steps: Ints, used: int,
+) -> tuple[Ints, int, bool, int, int, int, Ints, int, Ints, Ints, Ints, int]:  # fmt: skip
+    """Rectangles of one parameter, as far as the second differences given so far tell.
 
     Parameters
     ----------
     position, value
         Flat places in ascending order, each once, and the second differences there, in the ring of ``modulus``.
+    final
+        Whether there are no others. If not, the sweep stops at the first row that others may belong to, or two rows
+        before; call it again with those that are left, the others, and the state.
     rows, width
         Of the matrix.
     modulus
@@ -103,31 +107,32 @@ def sweep(
         Ids are ``1..top``.
     constants
         Numbers past ``top`` that stand for constants, ascending.
+    row, above, before, before_count, columns, bends, steps, used
+        The state: the next row, the row that the columns are at, open chains, and the columns. It begins with 0, -1 and
+        nothing else.
 
     Returns
     -------
     tuple
-        Pieces, their number, and whether some element is neither an id, nor a constant, nor 0.
+        Pieces, their number, whether some element is neither an id, nor a constant, nor 0, the entries used up, and the
+        state.
     """
     out = np.empty((16, PIECE_FIELDS), dtype=np.int64)
     count = 0
-    before = np.empty((8, CHAIN_FIELDS), dtype=np.int64)
-    after = np.empty((8, CHAIN_FIELDS), dtype=np.int64)
-    before_count = 0
+    after = np.empty((len(before), CHAIN_FIELDS), dtype=np.int64)
     dirty = False
-    columns = np.empty(0, dtype=np.int64)
-    bends = np.empty(0, dtype=np.int64)
-    steps = np.empty(0, dtype=np.int64)
-    used = 0
     entry, total = 0, len(position)
-    row, above = 0, -1
     while row < rows:
+        if entry == total and not final:
+            break
         if used == 0:
             out, count = close_chains(before, 0, before_count, out, count)
             before_count = 0
             if entry == total:
                 break
             row = position[entry] // width
+        if not final and position[total - 1] < (row + 2) * width:
+            break
         # Bring the state to this row, unless a band that was not whole left it there.
         stop = entry
         if above < row:
@@ -155,7 +160,9 @@ def sweep(
         if not whole:
             height = 1
             row_columns, row_bends, bent = bent_columns(columns, row_bends, used)
-            runs, run_count, odd = runs_of_row(row_columns, row_bends, bent, width, modulus, top, constants)
+            runs, run_count, odd, _, _, _ = runs_of_row(
+                row_columns, row_bends, bent, width, width, -1, 0, 0, modulus, top, constants
+            )
             dirty = dirty or odd
         at, after, after_count, out, count = chain_runs(
             before, before_count, 0, after, 0, out, count, row, height, runs, run_count
@@ -164,5 +171,7 @@ def sweep(
         before, after = after, before
         before_count = after_count
         row += height
-    out, count = close_chains(before, 0, before_count, out, count)
-    return out, count, dirty
+    if final:
+        out, count = close_chains(before, 0, before_count, out, count)
+        before_count = 0
+    return out, count, dirty, entry, row, above, before, before_count, columns, bends, steps, used

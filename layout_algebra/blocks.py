@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layout_algebra.canonical import canonical_table
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import MapError
-from layout_algebra.normal_form import normal_form
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
@@ -191,7 +191,7 @@ class Layout:
             row[1] = block.start
             for number, (axis, step) in enumerate(zip(block.axes, steps, strict=True)):
                 row[2 + 3 * number : 5 + 3 * number] = axis.count, axis.step * step, axis.stride
-        return normal_form(CopyTable(rows), self.shape)
+        return canonical_table(CopyTable(rows), self.shape)
 
     def _axis(self, axis: int) -> int:
         if not -len(self.shape) <= axis < len(self.shape):

@@ -1,9 +1,9 @@
-"""The normal form of a parameter's slice copies: few, regular, and a function of the ids alone.
+"""The canonical form of a parameter's slice copies: few, regular, and a function of the ids and the shape alone.
 
-Recovery cuts a parameter into affine rectangles, a cut that depends only on its ids and shape. ``lift`` then merges
-regular repeats of equal pieces into one more axis, for as long as that makes fewer pieces: a stack of experts
-becomes one slice copy with one more axis. Since both steps are functions of the ids, two programs for one shape have
-equal normal forms exactly when they have equal ids.
+Recovery's sweep cuts ids into rectangles, a cut that depends only on the ids and the shape, and lifting merges regular
+repeats. So declared, fitted, traced and probed layouts have equal digests, and two programs for one shape have equal
+canonical forms exactly when they have equal ids. Most parameters are one rectangle of one tensor, which is its own
+canonical form and needs no sweep.
 
 >>> from layout_algebra.slice_copy import SliceCopy, Strided
 >>> rows = [SliceCopy(Strided(1 + 8 * e, (2,), (1,)), Strided(2 * e, (2,), (1,))) for e in range(3)]
@@ -16,18 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from layout_algebra.dtypes import IdArray
-from layout_algebra.recover import rectangles_of_copies
+from layout_algebra.lifting import lift
+from layout_algebra.recover import canonical_without
 from layout_algebra.slice_copy import CopyTable, SliceCopy
+from layout_algebra.views import view_of
 
-MAX_AXES = 8
-_MAX_PERIOD = 8
+_NOTHING = np.empty((0, 2), dtype=np.int64)
 
 
 def canonical(copies: Iterable[SliceCopy], shape: Sequence[int]) -> CopyTable:
-    """The normal form of some slice copies of one parameter, without listing their ids.
+    """The canonical form of some slice copies of one parameter, without listing their ids.
 
     Parameters
     ----------
@@ -40,140 +39,57 @@ def canonical(copies: Iterable[SliceCopy], shape: Sequence[int]) -> CopyTable:
     -------
     CopyTable
         The same ids. ``canonical(p, shape).rows`` equals ``canonical(q, shape).rows`` if and only if p and q give
-        every element the same id; both equal ``lift(rectangles_of_ids(ids))``.
+        every element the same id; both equal ``canonical_of_ids(ids)``.
 
     Raises
     ------
     MapError
         If targets overlap or leave the parameter, or an id is below 1.
     """
-    return lift(rectangles_of_copies(CopyTable.of(copies), shape))
+    return canonical_table(CopyTable.of(copies), shape)
 
 
-def lift(table: CopyTable) -> CopyTable:
-    """Merge regular repeats into axes, coalesce axes that continue each other, and drop unit axes.
-
-    Parameters
-    ----------
-    table
-        Pieces with disjoint targets, as recovery emits them.
-
-    Returns
-    -------
-    CopyTable
-        The same ids in at most as many pieces, sorted by target start, with as few axes as the widest piece needs.
-    """
-    rows = _coalesce_axes(_sorted(table.rows))
-    period = 1
-    while period <= _MAX_PERIOD and (rows.shape[1] - 2) // 3 < MAX_AXES:
-        merged = _merge_repeats(rows, period)
-        if merged is None:
-            period += 1
-        else:
-            rows = _coalesce_axes(_sorted(merged))
-            period = 1
-    return CopyTable(_drop_unit_axes(rows))
+def canonical_table(table: CopyTable, shape: Sequence[int]) -> CopyTable:
+    """``canonical`` of slice copies that are a table already."""
+    if not len(table):
+        return CopyTable.empty()
+    one = _one_rectangle(table.rows[0].tolist(), shape) if len(table) == 1 else None
+    return canonical_without(lift(table), _NOTHING, shape) if one is None else one
 
 
-def _sorted(rows: IdArray) -> IdArray:
-    return rows[np.argsort(rows[:, 0], kind="stable")]
-
-
-def _drop_unit_axes(rows: IdArray) -> IdArray:
-    """Move every row's unit axes to the front and cut those that all rows share."""
-    axes = (rows.shape[1] - 2) // 3
-    if not len(rows):
-        return np.empty((0, 5), dtype=np.int64)
-    body = rows[:, 2:].reshape(len(rows), axes, 3).copy()
-    unit = body[:, :, 0] == 1
-    body[unit] = (1, 0, 0)
-    order = np.argsort(~unit, axis=1, kind="stable")
-    body = np.take_along_axis(body, order[:, :, None], axis=1)
-    spare = min(int(unit.sum(axis=1).min()), axes - 1)
-    return np.concatenate([rows[:, :2], body[:, spare:].reshape(len(rows), -1)], axis=1)
-
-
-def _coalesce_axes(rows: IdArray) -> IdArray:
-    """Fuse neighbouring axes where the outer one continues the inner one in target and source alike."""
-    rows = _drop_unit_axes(rows)
-    axes = (rows.shape[1] - 2) // 3
-    for _ in range(axes - 1):
-        body = rows[:, 2:].reshape(len(rows), -1, 3)
-        if body.shape[1] < 2:
-            break
-        changed = False
-        for axis in range(body.shape[1] - 1, 0, -1):
-            outer, inner = body[:, axis - 1], body[:, axis]
-            fuse = (
-                (outer[:, 0] > 1)
-                & (inner[:, 0] > 1)
-                & (outer[:, 1] == inner[:, 0] * inner[:, 1])
-                & (outer[:, 2] == inner[:, 0] * inner[:, 2])
-            )
-            if fuse.any():
-                inner[fuse, 0] *= outer[fuse, 0]
-                outer[fuse] = (1, 0, 0)
-                changed = True
-        rows = _drop_unit_axes(np.concatenate([rows[:, :2], body.reshape(len(rows), -1)], axis=1))
-        if not changed:
-            break
-    return rows
-
-
-def _merge_repeats(rows: IdArray, period: int) -> IdArray | None:
-    """Merge progressions of pieces that stand ``period`` apart; None if there is none.
-
-    Pieces i, i + period, i + 2 * period, ... form a progression when all but their starts agree and their starts
-    advance by one step. Each piece joins the first progression that reaches it. Two pieces alone are none: any
-    two equal shapes would merge, and a gate half and an up half read better as the two copies they are.
-    """
-    count = len(rows)
-    if count <= period:
-        return None
-    same = np.all(rows[period:, 2:] == rows[:-period, 2:], axis=1)
-    steps = rows[period:, :2] - rows[:-period, :2]
-    lead = _progressions(same, steps, period)
-    if lead is None:
-        return None
-    heads = np.flatnonzero(lead == np.arange(count))
-    lengths = np.bincount(lead, minlength=count)[heads]
-    axis = np.zeros((len(heads), 3), dtype=np.int64)
-    axis[:, 0] = lengths
-    many = lengths > 1
-    axis[many, 1:] = steps[heads[many]]
-    head_rows = rows[heads]
-    return np.concatenate([head_rows[:, :2], axis, head_rows[:, 2:]], axis=1)
-
-
-def _progressions(same: npt.NDArray[np.bool_], steps: IdArray, period: int) -> IdArray | None:
-    """For every piece the head of its progression, or None if no progression has three pieces."""
-    count = len(same) + period
-    lead = np.arange(count, dtype=np.int64)
-    merged = False
-    for offset in range(period):
-        link = same[offset::period]
-        if not len(link):
+def _one_rectangle(row: list[int], shape: Sequence[int]) -> CopyTable | None:
+    """The canonical form of a copy that is one rectangle of the parameter's matrix; None if it is not."""
+    target, source = row[:2]
+    axes = []
+    for place in range(2, len(row), 3):
+        count, stride, step = row[place : place + 3]
+        if count == 1:
             continue
-        step = steps[offset::period]
-        # A piece goes on from its predecessor's step; a change of step starts a new progression after the break.
-        turn = np.ones(len(link), dtype=bool)
-        turn[1:] = np.any(step[1:] != step[:-1], axis=1) | ~link[:-1]
-        joined = link & ~turn
-        # A progression is a first link followed by equal steps: at least two links.
-        first_of_pair = np.zeros(len(link), dtype=bool)
-        first_of_pair[:-1] = joined[1:]
-        whole = joined | (first_of_pair & link)
-        # Where two progressions meet, the earlier one keeps the shared piece.
-        starts = whole & turn
-        shared = np.zeros(len(link), dtype=bool)
-        shared[1:] = starts[1:] & whole[:-1]
-        whole &= ~shared
-        if not whole.any():
-            continue
-        merged = True
-        members = np.zeros(len(link) + 1, dtype=bool)
-        members[1:] = whole
-        position = np.arange(len(link) + 1, dtype=np.int64)
-        heads = np.maximum.accumulate(np.where(members, 0, position))
-        lead[offset::period] = offset + heads * period
-    return lead if merged else None
+        if stride < 0:
+            target, source = target + (count - 1) * stride, source + (count - 1) * step
+            stride, step = -stride, -step
+        axes.append((stride, count, step))
+    axes.sort(reverse=True)
+    if len(axes) == 2 and axes[0][0] == axes[1][0] * axes[1][1] and axes[0][2] == axes[1][2] * axes[1][1]:
+        axes = [(axes[1][0], axes[0][1] * axes[1][1], axes[1][2])]
+    rows, width = view_of(shape)
+    column = target % width
+    match axes:
+        case []:
+            plain = True
+        case [(1, count, _)]:
+            plain = column + count <= width or (column == 0 and count % width == 0)
+        case [(stride, _, _)]:
+            plain = stride == width
+        case [(stride, _, _), (1, count, _)]:
+            plain = stride == width and column + count <= width
+        case _:
+            plain = False
+    last = target + sum((count - 1) * stride for stride, count, _ in axes)
+    least = source + sum(min(0, (count - 1) * step) for _, count, step in axes)
+    if not plain or target < 0 or last >= rows * width or least < 1:
+        return None
+    out = [target, source]
+    for stride, count, step in axes:
+        out += [count, stride, step]
+    return CopyTable(np.array([out if axes else [*out, 1, 0, 0]], dtype=np.int64))

@@ -80,11 +80,25 @@ class Chunk:
     @property
     def dense_bytes(self) -> int:
         """Bytes held in plain arrays rather than lists."""
-        return self.bits.nbytes + (0 if len(self.places) == len(self.values) else self.values.nbytes)
+        return self.bits.nbytes + (self.values.nbytes if self.is_dense else 0)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether ``values`` has an entry for every element."""
+        return len(self.places) != len(self.values)
+
+    def residues(self, first: int, stop: int) -> npt.NDArray[np.uint16]:
+        """Second differences of the elements ``first .. stop - 1``, those that are 0 too."""
+        if self.is_dense:
+            return self.values[first - self.start : stop - self.start]
+        out = np.zeros(stop - first, dtype=np.uint16)
+        low, high = np.searchsorted(self.places, [first - self.start, stop - self.start])
+        out[self.places[low:high].astype(np.int64) + (self.start - first)] = self.values[low:high]
+        return out
 
     def entries(self) -> tuple[IdArray, npt.NDArray[np.uint16]]:
         """Flat positions in the parameter, ascending, and second differences of ``id mod modulus`` there, none 0."""
-        if len(self.places) == len(self.values):
+        if not self.is_dense:
             return self.places.astype(np.int64) + self.start, self.values
         places = np.flatnonzero(self.values)
         return places + self.start, self.values[places]

@@ -1,4 +1,4 @@
-"""Second differences -> affine rectangles: one sweep over the rows, for probed residues and plain ids alike.
+"""Second differences -> copies: one sweep over the rows, for probed residues, plain ids and slice copies alike.
 
 Seen as a matrix (``view_of``), a parameter's ids are cut in two steps. Where a row continues the two rows above it,
 all rows that do so form a band, and the band is cut into columns on which ids are affine in both directions; any other
@@ -19,23 +19,31 @@ they are not 0, and costs time in the number of pieces, not of elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from layout_algebra._kernels import entries_of_ids, entries_of_rectangles, join_entries, pieces_inside
-from layout_algebra._run_kernels import CONSTANT, COPY
-from layout_algebra._sweep_kernels import sweep
+from layout_algebra._kernels import (
+    entries_of_ids,
+    entries_of_rectangles,
+    join_dense,
+    join_entries,
+    pieces_inside,
+)
+from layout_algebra._lift_kernels import write_window
 from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import MapError, ProbeError
+from layout_algebra.lifting import lift_slabs
 from layout_algebra.residues import Pass, join, product_of
 from layout_algebra.slice_copy import CopyTable
-from layout_algebra.views import rectangles_in_view, view_of
+from layout_algebra.sweeping import Entries, Sweep, rectangles
+from layout_algebra.views import forward, rectangles_in_view, unrolled_pieces, view_of
 
-_NO_CONSTANTS = np.empty(0, dtype=np.int64)
-_ANY_ID = 1 << 62
+_WINDOW_ELEMENTS = 1 << 20
+_SPARSE = 64
+"""With fewer elements than this to a rectangle, ids are listed window by window instead of counting with rectangles."""
 
 
 def rectangles_of_ids(ids: IdArray) -> CopyTable:
@@ -51,11 +59,12 @@ def rectangles_of_ids(ids: IdArray) -> CopyTable:
     CopyTable
         Two axes, disjoint targets, by target start. A function of which ids are > 0, their values and the shape.
     """
-    rows, width = view_of(ids.shape)
-    matrix = np.ascontiguousarray(ids, dtype=np.int64).reshape(rows, width)
-    position, value, count = entries_of_ids(matrix)
-    pieces, found, _ = sweep(position[:count], value[:count], rows, width, 0, _ANY_ID, _NO_CONSTANTS)
-    return _table(pieces[:found], width, COPY)
+    return rectangles(Sweep(ids.shape).run(_listed(ids)))
+
+
+def canonical_of_ids(ids: IdArray) -> CopyTable:
+    """``rectangles_of_ids``, lifted: the canonical form of plain ids."""
+    return lift_slabs(Sweep(ids.shape).run(_listed(ids)), ids.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +74,8 @@ class Recovery:
     Attributes
     ----------
     copies
-        Affine rectangles of ids in ``1..N``: ``rectangles_of_ids`` of those ids. No element of them lay outside the
-        codes in any pass. Verification still has to decide whether they are copies.
+        Ids in ``1..N`` in canonical form, ``canonical_of_ids`` of those ids. No element of them lay outside the codes
+        in any pass. Verification still has to decide whether they are copies.
     constants
         Rectangles whose elements had equal bits in every pass and no id: the source start is the code's number
         (``bits = (number + base) << shift``), source strides are 0.
@@ -109,23 +118,23 @@ def recover(diffs: Sequence[Diff2], passes: Sequence[Pass], shape: Sequence[int]
         raise ProbeError(
             f"moduli with product {modulus:,} cannot tell {total_elements:,} ids and their differences apart"
         )
-    rows, width = view_of(shape)
-    place, value = _joined(diffs, passes)
-    pieces, found, strays = sweep(place, value, rows, width, modulus, total_elements, _NO_CONSTANTS)
+    sweep = Sweep(shape, modulus, total_elements)
+    copies = lift_slabs(sweep.run(_joined(diffs, passes)), shape)
     constants = CopyTable.empty()
+    strays = sweep.dirty
     if strays:
         named = constant_ids(passes)
         number_of = np.flatnonzero(named > total_elements)
         number_of = number_of[np.argsort(named[number_of], kind="stable")]
-        pieces, found, _ = sweep(place, value, rows, width, modulus, total_elements, named[number_of])
-        fixed = _table(pieces[:found], width, CONSTANT).rows.copy()
+        sweep = Sweep(shape, modulus, total_elements, named[number_of])
+        copies = lift_slabs(sweep.run(_joined(diffs, passes)), shape)
+        fixed = CopyTable.concatenate(sweep.constant_tables).rows.copy()
         fixed[:, 1] = number_of[np.searchsorted(named[number_of], fixed[:, 1])]
         constants = CopyTable(fixed)
-    copies = _table(pieces[:found], width, COPY)
     partly = _partly_outside(diffs)
     if strays or len(partly):
         # What stood outside the ids moved cuts between bands; without it they depend on ids alone.
-        copies = without(copies, partly, shape)
+        copies = canonical_without(copies, partly, shape)
     return Recovery(copies, constants)
 
 
@@ -142,8 +151,6 @@ def constant_ids(passes: Sequence[Pass]) -> IdArray:
 
 def rectangles_of_copies(table: CopyTable, shape: Sequence[int]) -> CopyTable:
     """The same rectangles as ``rectangles_of_ids`` of the table's ids, without listing the ids.
-
-    Use it after dropping rows of ``Recovery.copies`` (opaque pieces), so that the rest is in normal form again.
 
     Raises
     ------
@@ -168,40 +175,119 @@ def without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTab
     MapError
         If targets overlap or leave the parameter, or an id is below 1.
     """
-    rows, width = view_of(shape)
-    if len(table):
-        low, high = table.bounds(of="target")
-        if int(low.min()) < 0 or int(high.max()) >= rows * width:
-            raise MapError(f"slice copies write {low.min()}..{high.max()} of a parameter of {rows * width} elements")
-        if int(table.bounds(of="source")[0].min()) < 1:
-            raise MapError(f"slice copies read id {table.bounds(of='source')[0].min()}; ids begin at 1")
-    pieces = rectangles_in_view(table, width)
-    holes, hole_count = pieces_inside(pieces, width, np.ascontiguousarray(removed, dtype=np.int64))
-    holes = holes[:hole_count]
-    place, value, count = entries_of_rectangles(np.concatenate([pieces, holes]), rows, width)
-    place, value = _summed(place[:count], value[:count])
-    found, found_count, _ = sweep(place, value, rows, width, 0, _ANY_ID, _NO_CONSTANTS)
-    out = _table(found[:found_count], width, COPY)
-    left = int(table.elements.sum()) - int(holes[:, 3].sum())
-    if int(out.elements.sum()) != left:
-        raise MapError(f"slice copies overlap: {left} elements are written, {out.elements.sum()} of them different")
-    return out
+    left = _Left(table, removed, shape)
+    return left.checked(rectangles(Sweep(shape).run(left.entries())))
 
 
-def _joined(diffs: Sequence[Diff2], passes: Sequence[Pass]) -> tuple[IdArray, IdArray]:
-    """All passes' second differences as one list of numbers modulo the product of the moduli."""
-    lists = [diff.entries() for diff in diffs]
-    starts = np.cumsum([0, *(len(places) for places, _ in lists)], dtype=np.int64)
+def canonical_without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTable:
+    """``without``, lifted: the canonical form of what is left."""
+    left = _Left(table, removed, shape)
+    return left.checked(lift_slabs(Sweep(shape).run(left.entries()), shape))
+
+
+class _Left:
+    """Copies of one parameter less some of its elements, as second differences."""
+
+    def __init__(self, table: CopyTable, removed: IdArray, shape: Sequence[int]) -> None:
+        self._rows, self._width = view_of(shape)
+        if len(table):
+            low, high = table.bounds(of="target")
+            size = self._rows * self._width
+            if int(low.min()) < 0 or int(high.max()) >= size:
+                raise MapError(f"slice copies write {low.min()}..{high.max()} of a parameter of {size} elements")
+            if int(table.bounds(of="source")[0].min()) < 1:
+                raise MapError(f"slice copies read id {table.bounds(of='source')[0].min()}; ids begin at 1")
+        self._table = table
+        self._removed = np.ascontiguousarray(removed, dtype=np.int64)
+        self._elements = int(table.elements.sum())
+
+    def entries(self) -> Iterator[Entries]:
+        """Second differences of what is left, counted with rectangles, or from ids where those would be too many."""
+        sparse = unrolled_pieces(self._table, self._width) * _SPARSE <= self._rows * self._width + _WINDOW_ELEMENTS
+        return self._counted() if sparse else self._windows()
+
+    def checked(self, found: CopyTable) -> CopyTable:
+        """What the sweep made of the entries.
+
+        Raises
+        ------
+        MapError
+            If copies overlap.
+        """
+        if int(found.elements.sum()) != self._elements:
+            raise MapError(
+                f"slice copies overlap: {self._elements} elements are written, {found.elements.sum()} of them different"
+            )
+        return found
+
+    def _counted(self) -> Iterator[Entries]:
+        pieces = rectangles_in_view(self._table, self._width)
+        holes, hole_count = pieces_inside(pieces, self._width, self._removed)
+        holes = holes[:hole_count]
+        self._elements -= int(holes[:, 3].sum())
+        place, value, count = entries_of_rectangles(np.concatenate([pieces, holes]), self._rows, self._width)
+        yield _summed(place[:count], value[:count])
+
+    def _windows(self) -> Iterator[Entries]:
+        table = forward(self._table)
+        starts = table[:, 0]
+        if np.any(starts[1:] < starts[:-1]):
+            table = table[np.argsort(starts, kind="stable")]
+        low, high = CopyTable(table).bounds(of="target")
+        reached = np.maximum.accumulate(high)
+        rows = max(1, _WINDOW_ELEMENTS // self._width)
+        window = np.zeros((2, self._width), dtype=np.int64)
+        for first in range(0, self._rows, rows):
+            height = min(rows, self._rows - first)
+            known = min(first, 2)
+            above = window[-known:] if known else window[:0]
+            window = np.zeros((known + height, self._width), dtype=np.int64)
+            window[:known] = above
+            begin, end = first * self._width, (first + height) * self._width
+            part = table[np.searchsorted(reached, begin) : np.searchsorted(low, end)]
+            flat = window[known:].reshape(-1)
+            # An element that is written twice counts once: the sum of what is found shows it.
+            write_window(part, begin, end, flat)
+            for start, stop in self._removed[
+                np.searchsorted(self._removed[:, 1], begin, side="right") : np.searchsorted(self._removed[:, 0], end)
+            ].tolist():
+                inside = flat[max(start - begin, 0) : stop - begin]
+                self._elements -= int(np.count_nonzero(inside))
+                inside[:] = 0
+            place, value, count = entries_of_ids(window, known, begin)
+            yield place[:count], value[:count]
+
+
+def _listed(ids: IdArray) -> Iterator[Entries]:
+    """Second differences of plain ids, some rows at a time."""
+    rows, width = view_of(ids.shape)
+    matrix = np.ascontiguousarray(ids, dtype=np.int64).reshape(rows, width)
+    step = max(1, _WINDOW_ELEMENTS // width)
+    for first in range(0, rows, step):
+        known = min(first, 2)
+        place, value, count = entries_of_ids(matrix[first - known : first + step], known, first * width)
+        yield place[:count], value[:count]
+
+
+def _joined(diffs: Sequence[Diff2], passes: Sequence[Pass]) -> Iterator[Entries]:
+    """All passes' second differences as one list of numbers modulo the product of the moduli, a chunk at a time."""
     moduli = [one.modulus for one in passes]
-    inverses = [pow(math.prod(moduli[:k]), -1, modulus) for k, modulus in enumerate(moduli)]
-    place, value, count = join_entries(
-        np.concatenate([places for places, _ in lists]),
-        np.concatenate([values for _, values in lists]),
-        starts,
-        np.array(moduli, dtype=np.int64),
-        np.array(inverses, dtype=np.int64),
-    )
-    return place[:count], value[:count]
+    inverses = np.array([pow(math.prod(moduli[:k]), -1, one) for k, one in enumerate(moduli)], dtype=np.int64)
+    ring = np.array(moduli, dtype=np.int64), inverses
+    for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
+        if any(chunk.is_dense for chunk in chunks):
+            for first in range(chunks[0].start, chunks[0].stop, _WINDOW_ELEMENTS):
+                stop = min(first + _WINDOW_ELEMENTS, chunks[0].stop)
+                residues = np.stack([chunk.residues(first, stop) for chunk in chunks])
+                place, value, count = join_dense(residues, first, *ring)
+                yield place[:count], value[:count]
+            continue
+        lists = [chunk.entries() for chunk in chunks]
+        starts = np.cumsum([0, *(len(places) for places, _ in lists)], dtype=np.int64)
+        if starts[-1]:
+            places = np.concatenate([places for places, _ in lists])
+            place, value, count = join_entries(places, np.concatenate([values for _, values in lists]), starts, *ring)
+            yield place[:count], value[:count]
 
 
 def _partly_outside(diffs: Sequence[Diff2]) -> IdArray:
@@ -231,19 +317,3 @@ def _summed(place: IdArray, value: IdArray) -> tuple[IdArray, IdArray]:
     place, value = place[heads], np.add.reduceat(value, heads)
     kept = value != 0
     return place[kept], value[kept]
-
-
-def _table(pieces: IdArray, width: int, kind: int) -> CopyTable:
-    """The sweep's pieces of one kind as a copy table."""
-    pieces = pieces[pieces[:, 7] == kind]
-    row, column, height, length, number, step, slope, _ = pieces.T
-    table = np.zeros((len(pieces), 8), dtype=np.int64)
-    table[:, 0] = row * width + column
-    table[:, 1] = number
-    table[:, 2] = height
-    table[:, 3] = np.where(height > 1, width, 0)
-    table[:, 4] = np.where(height > 1, step, 0)
-    table[:, 5] = length
-    table[:, 6] = np.where(length > 1, 1, 0)
-    table[:, 7] = np.where(length > 1, slope, 0)
-    return CopyTable(table[np.argsort(table[:, 0], kind="stable")])

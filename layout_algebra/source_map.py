@@ -22,11 +22,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra.canonical import lift
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import MapError
 from layout_algebra.map_bytes import MapRow, decode_map, encode_map
-from layout_algebra.recover import rectangles_of_ids
+from layout_algebra.recover import canonical_of_ids
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable, SliceCopy
 from layout_algebra.space import CheckpointSpace, natural_key
@@ -142,7 +141,7 @@ class SourceMap:
             dtype = named if named is not None else _dtype_of_ids(space, name, array)
             dtype_of(dtype)
             flat = array.reshape(-1)
-            copies = lift(rectangles_of_ids(array))
+            copies = canonical_of_ids(array)
             parameters[name] = ParameterMap(
                 array.shape, dtype, copies, RunTable.from_ids(np.flatnonzero(flat == OPAQUE))
             )

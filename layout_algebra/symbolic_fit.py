@@ -16,11 +16,11 @@ import numpy as np
 import sympy
 
 from layout_algebra.boxes import Box, Piece, cut_at_tensors
+from layout_algebra.canonical import canonical_table
 from layout_algebra.errors import FormulaError
 from layout_algebra.formula_search import Search
 from layout_algebra.formulas import RANK, integer
 from layout_algebra.name_bytes import Template, split_name
-from layout_algebra.normal_form import normal_form
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
@@ -87,7 +87,7 @@ def _verify(family: SymbolicMap, point: tuple[int, int], sample: SourceMap) -> N
         given, again = sample[name], made[name]
         copies = given.copies
         if not np.array_equal(copies.rows, again.copies.rows) and len(copies):
-            copies = normal_form(copies, given.shape)
+            copies = canonical_table(copies, given.shape)
         what = _difference(given, again, copies)
         if what is not None:
             raise FormulaError(

@@ -13,10 +13,10 @@ import numpy as np
 import sympy
 
 from layout_algebra.boxes import REPEAT
+from layout_algebra.canonical import canonical_table
 from layout_algebra.errors import FormulaError, LayoutError
 from layout_algebra.formulas import integer_of
 from layout_algebra.name_bytes import join_name
-from layout_algebra.normal_form import normal_form
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap
@@ -90,7 +90,7 @@ class RankMaker:
         kept = [np.where(table[:, 3::3] == unit, extents, 1).max(axis=1) for unit in {1, width}]
         pieces = (np.prod(extents, axis=1) / np.prod(kept, axis=0)).sum()
         self._budget.spend(int(pieces), name)
-        return normal_form(CopyTable(table), shape)
+        return canonical_table(CopyTable(table), shape)
 
     def _opaque(self, name: str, runs: list[list[int]], size: int) -> RunTable:
         kept = [run for run in runs if run[1] > 0 and run[3] > 0]

@@ -42,7 +42,7 @@ def rectangles_in_view(table: CopyTable, width: int) -> IdArray:
     ndarray
         int64, shape ``(n, 8)``: row, column, rows, columns, id, step per row, step per column, and a 1.
     """
-    rows = _forward(table)
+    rows = forward(table)
     extents, target = rows[:, 2::3], rows[:, 3::3]
     along = _first_axis((target == 1) & (extents > 1))
     down = _first_axis((target == width) & (extents > 1) & (width > 1))
@@ -61,7 +61,16 @@ def rectangles_in_view(table: CopyTable, width: int) -> IdArray:
     return _cut_at_row_ends(plain, width)
 
 
-def _forward(table: CopyTable) -> IdArray:
+def unrolled_pieces(table: CopyTable, width: int) -> int:
+    """About how many rectangles ``rectangles_in_view`` gives, run ends apart."""
+    extents, target = table.extents, table.target_strides
+    kept = np.ones(len(table), dtype=np.int64)
+    for stride in (1, width):
+        kept *= np.max(np.where(np.abs(target) == stride, extents, 1), axis=1)
+    return int((table.elements // kept).sum())
+
+
+def forward(table: CopyTable) -> IdArray:
     """The rows with every target stride turned positive."""
     rows = table.rows.copy()
     for axis in range(table.axes):
