@@ -12,8 +12,8 @@ that an older life of this worker was meant to get, is no signal::
     flags region   | incarnation, 56 bytes free | channel 0: slot 0, 1, 2, 3 | channel 1: ... |
     slot           | sequence | tag | seal | free |          4 x 8 bytes
 
-At most 1000 descriptors a peer are with the engine at any time, the rest waits here. After a failed write to a peer
-nothing more goes to it until it is connected again. Sources of failed writes stay alive until the engine is gone.
+A peer to which a write or a signal failed is gone: nothing more goes to it until it is connected again. Sources of
+failed writes stay alive until the engine is stopped.
 """
 
 from __future__ import annotations
@@ -27,28 +27,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer_exec.errors import TransportError
+from layout_algebra.dtypes import IdArray
+from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.kernels.cpu import read_word
-from transfer_exec.transport.base import (
-    Descriptors,
-    Endpoint,
-    Flag,
-    Memory,
-    RegionHandle,
-    RegionInfo,
-    RegionTable,
-    Ticket,
-    check_descriptors,
-    check_peer,
-    check_process,
-    new_incarnation,
-)
+from transfer_exec.transport.base import Endpoint, Flag, Memory
+from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
 from transfer_exec.transport.mooncake_engine import MooncakeEngine, Post, PostState, describe
 
 _HEADER_BYTES = 64
 _SLOTS = 4
 _SLOT_BYTES = 32
-_MOST_IN_FLIGHT = 1000
+# Beyond 1024 a peer the engine refuses and sends all the same; flags need room too.
+_LIMITS = Limits(in_flight=1000)
 _TRIES = 3
 _POLL_S = 100e-6
 _WORD = (1 << 64) - 1
@@ -57,8 +47,8 @@ NAMES = {"mooncake": "tcp", "mooncake-rdma": "rdma"}
 """Transport names and the protocol that each of them is."""
 
 
-class MooncakeTransport:
-    """One worker's end of the mooncake transport.
+class MooncakeTransport(CheckedTransport["_Posted"]):
+    """One worker's end of the mooncake transport; its name is ``"mooncake"`` over TCP, ``"mooncake-rdma"`` over RDMA.
 
     Parameters
     ----------
@@ -85,93 +75,58 @@ class MooncakeTransport:
         names = {value: name for name, value in NAMES.items()}
         if protocol not in names:
             raise TransportError(f"{worker}: mooncake has no protocol {protocol!r}; expected {' or '.join(names)}")
-        self._worker, self._protocol, self._name = worker, protocol, names[protocol]
-        self._deadline_s = deadline_s
-        self._incarnation = new_incarnation()
-        self._regions = RegionTable()
-        self._engine: MooncakeEngine | None = MooncakeEngine(
-            worker, host, protocol=protocol, devices=devices, deadline_s=deadline_s
-        )
+        super().__init__(worker, names[protocol], _LIMITS)
+        self._protocol, self._deadline_s = protocol, deadline_s
+        self._engine = MooncakeEngine(worker, host, protocol=protocol, devices=devices, deadline_s=deadline_s)
         self._scratch = self._registered(8)
-        self._flags: Memory | None = None
         self._flags_address = 0
-        self._channels = 0
         self._newest: list[Flag] = []
-        self._peers: dict[str, _Peer] = {}
-        self._writes: dict[int, _Write] = {}
-        self._failed: dict[int, str] = {}
-        self._posted = 0
-        self._lock = threading.RLock()
+        self._reached: dict[str, _Reached] = {}
+        self._lock = threading.Lock()
 
-    @property
-    def name(self) -> str:
-        """Name of the implementation: ``"mooncake"`` over TCP, ``"mooncake-rdma"`` over RDMA."""
-        return self._name
-
-    @property
-    def worker(self) -> str:
-        """The worker this end belongs to."""
-        return self._worker
-
-    def allocate(self, size_bytes: int) -> Memory:
-        """Zeroed memory in whole pages, faulted in; see `Transport.allocate`."""
-        self._check()
-        if size_bytes == 0:
-            return np.empty(0, dtype=np.uint8)
+    def _allocate(self, size_bytes: int) -> Memory:
         try:
             mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
         except OSError as error:
-            raise TransportError(f"{self._worker}: cannot get {size_bytes} bytes of memory: {error}") from error
+            raise TransportError(f"{self.worker}: cannot get {size_bytes} bytes of memory: {error}") from error
         return np.frombuffer(mapped, dtype=np.uint8)
 
-    def register(self, name: str, memory: Memory) -> RegionHandle:
-        """Let peers write to any memory of this process; see `Transport.register`."""
-        engine = self._check()
-        handle = self._regions.add(self._worker, name, memory)
-        if memory.nbytes:
-            engine.register(memory)
-        return handle
+    def _expose(self, memory: Memory) -> str:
+        self._engine.register(memory)
+        return f"{memory.ctypes.data:#x}"
 
-    def open_flags(self, channels: int) -> None:
-        """Make the flags; see `Transport.open_flags`."""
-        self._check()
-        if self._flags is not None:
-            raise TransportError(f"{self._worker}: flags are open already")
-        self._flags = self._registered(_flags_bytes(channels))
-        self._flags[:8].view(np.uint64)[0] = self._incarnation
-        self._flags_address = self._flags.ctypes.data
-        self._channels = channels
+    def _withdraw(self, memory: Memory) -> None:
+        if os.getpid() == self._regions.pid:
+            self._engine.unregister(memory)
+
+    def _make_flags(self, channels: int) -> str:
+        flags = self._registered(_flags_bytes(channels))
+        flags[:8].view(np.uint64)[0] = self.incarnation
+        self._flags_address = flags.ctypes.data
         self._newest = [Flag(0, 0)] * channels
+        return f"{self._protocol}://{self._engine.session}/{self._flags_address:#x}"
 
-    def endpoint(self, program: str) -> Endpoint:
-        """What peers need; see `Transport.endpoint`."""
-        engine = self._check()
-        if self._flags is None:
-            raise TransportError(f"{self._worker}: flags are not open")
-        regions = tuple(
-            RegionInfo(name, memory.nbytes, f"{memory.ctypes.data:#x}") for name, memory in self._regions.items()
-        )
-        address = f"{self._protocol}://{engine.session}/{self._flags_address:#x}"
-        return Endpoint(self._worker, self.name, self._incarnation, program, self._channels, address, regions)
-
-    def connect(self, peer: Endpoint) -> None:
-        """Ask the peer's engine what it has, and read its incarnation; see `Transport.connect`."""
-        engine = self._check()
-        check_peer(self._worker, self.name, peer)
+    def _reach(self, peer: Endpoint) -> Bases:
+        """Ask the peer's engine what it has, and read its incarnation."""
         session, flags = _parse(peer, self._protocol)
-        wanted = {region.name: (_pointer(peer, region.address), region.size_bytes) for region in peer.regions}
+        bases = {region.name: tuple(_pointer(peer, address) for address in region.addresses) for region in peer.regions}
         host, _, port = session.rpartition(":")
         about = describe(peer.worker, host, int(port), deadline_s=self._deadline_s)
         if about.protocol != self._protocol:
             raise TransportError(f"{peer.worker}: its mooncake runs {about.protocol}, not {self._protocol}")
-        for name, place in [*wanted.items(), ("flags", (flags, _flags_bytes(peer.channels)))]:
-            if place[1] and place not in about.buffers:
+        places = [("flags", flags, _flags_bytes(peer.channels))]
+        for region in peer.regions:
+            for number, base in enumerate(bases[region.name]):
+                left = region.size_bytes - number * region.piece_bytes
+                places.append((region.name, base, min(left, region.piece_bytes)))
+        for name, base, size_bytes in places:
+            if (base, size_bytes) not in about.buffers:
                 raise TransportError(
-                    f"{peer.worker}: has no region {name} of {place[1]} bytes at {place[0]:#x} any more; it was "
+                    f"{peer.worker}: has no region {name} of {size_bytes} bytes at {base:#x} any more; it was "
                     "restarted, or the endpoint is old; exchange endpoints again"
                 )
         # The first try after a restart on the same port may meet what the engine remembers of the older process.
-        if not any(engine.read(session, flags, self._scratch) for _ in range(_TRIES)):
+        if not any(self._engine.read(session, flags, self._scratch) for _ in range(_TRIES)):
             raise TransportError(f"{peer.worker}: mooncake at {session} answers, but its memory cannot be read")
         incarnation = int(self._scratch.view(np.uint64)[0])
         if incarnation != peer.incarnation:
@@ -180,174 +135,110 @@ class MooncakeTransport:
                 "exchange endpoints again"
             )
         outbox = self._registered(_flags_bytes(peer.channels))
-        with self._lock:
-            addresses = {name: pointer for name, (pointer, _) in wanted.items()}
-            self._peers[peer.worker] = _Peer(peer, session, flags, addresses, outbox)
+        self._reached[peer.worker] = _Reached(session, flags, outbox)
+        return bases
 
-    def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
-        """Hand a descriptor list to the engine; see `Transport.write`."""
-        engine = self._check()
+    def _why_gone(self, peer: Endpoint) -> str:
+        reached = self._reached[peer.worker]
         with self._lock:
-            known = self._peer(peer)
-            name, memory = self._regions.of(self._worker, source)
-            size_bytes = known.endpoint.region(region).size_bytes
-            place = f"{peer} {region}"
-            check_descriptors(
-                descriptors,
-                source_bytes=memory.nbytes,
-                target_bytes=size_bytes,
-                source=f"{self._worker} {name}",
-                target=place,
+            for at, signal in list(reached.signals.items()):
+                state = self._engine.poll(signal)
+                if state is PostState.FAILED:
+                    reached.gone = reached.gone or "a signal to it failed"
+                if state is not PostState.PENDING:
+                    del reached.signals[at]
+        return reached.gone
+
+    def _post(self, peer: Endpoint, region: str, rows: IdArray) -> _Posted | None:
+        reached = self._reached[peer.worker]
+        posts = deque(
+            self._engine.post_write(reached.session, source, target, length)
+            for source, target, length in rows.tolist()
+            if length
+        )
+        return _Posted(reached, f"{peer.worker} {region}", posts, len(posts)) if posts else None
+
+    def _ended(self, posted: _Posted) -> bool:
+        posts = posted.posts
+        while posts and (state := self._engine.poll(posts[0])) is not PostState.PENDING:
+            posts.popleft()
+            posted.failures += state is PostState.FAILED
+        if posts:
+            return False
+        if posted.failures:
+            posted.reached.gone = posted.reached.gone or "a write to it failed"
+            raise TransportError(
+                f"{self.worker}: {posted.failures} of {posted.count} descriptors to {posted.place} failed; its process "
+                "died, was cut off, or took its memory back"
             )
-            begins = np.array([memory.ctypes.data, known.addresses[region], 0], dtype=np.uint64)
-            rows = (descriptors[descriptors[:, 2] > 0] + begins).tolist()
-            self._posted += 1
-            self._writes[self._posted] = _Write(known, place, deque((a, b, c) for a, b, c in rows))
-            self._advance(engine, self._posted)
-            return Ticket(self._posted)
+        return True
 
-    def finished(self, ticket: Ticket) -> bool:
-        """Whether a write has ended; posts what was waiting for room. See `Transport.finished`."""
-        engine = self._check()
+    def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
+        reached = self._reached[peer.worker]
+        at = _slot_offset(channel, flag.sequence % _SLOTS)
+        self._await_slot(peer, reached, at)
+        seal = _seal(flag.sequence, flag.tag, peer.incarnation)
+        reached.outbox[at : at + 24].view(np.uint64)[:] = (flag.sequence, flag.tag, seal)
+        source, target = reached.outbox.ctypes.data + at, reached.flags_address + at
         with self._lock:
-            if not 0 < ticket <= self._posted:
-                raise TransportError(f"{self._worker}: write {ticket} was never posted")
-            if ticket in self._writes:
-                self._advance(engine, ticket)
-            if ticket in self._failed:
-                raise TransportError(self._failed[ticket])
-            return ticket not in self._writes
+            reached.signals[at] = self._engine.post_write(reached.session, source, target, _SLOT_BYTES)
 
-    def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
-        """Raise a peer's flag; see `Transport.signal`."""
-        engine = self._check()
-        with self._lock:
-            known = self._peer(peer)
-            if not 0 <= channel < known.endpoint.channels:
-                raise TransportError(f"{peer}: has no flag {channel}; it has {known.endpoint.channels}")
-            at = _slot_offset(channel, sequence % _SLOTS)
-            self._await_slot(engine, known, at)
-            known.outbox[at : at + 24].view(np.uint64)[:] = (
-                sequence,
-                tag,
-                _seal(sequence, tag, known.endpoint.incarnation),
-            )
-            source = known.outbox.ctypes.data + at
-            known.signals[at] = engine.post_write(known.session, source, known.flags_address + at, _SLOT_BYTES)
-
-    def flag(self, channel: int) -> Flag:
-        """Read an own flag; see `Transport.flag`."""
-        self._check()
-        if not 0 <= channel < self._channels:
-            raise TransportError(f"{self._worker}: has no flag {channel}; it has {self._channels}")
+    def _read(self, channel: int) -> Flag:
         newest = self._newest[channel]
         for slot in range(_SLOTS):
             address = self._flags_address + _slot_offset(channel, slot)
             sequence = read_word(address)
             if sequence > newest.sequence:
                 tag = read_word(address + 8)
-                if read_word(address + 16) == _seal(sequence, tag, self._incarnation):
+                if read_word(address + 16) == _seal(sequence, tag, self.incarnation):
                     newest = Flag(sequence, tag)
         self._newest[channel] = newest
         return newest
 
-    def close(self) -> None:
-        """Stop the engine: from then on nobody writes here, and no source is read. Takes about a second."""
-        with self._lock:
-            if self._engine is None or os.getpid() != self._regions.pid:
-                return
-            engine, self._engine = self._engine, None
-            engine.close()
-            self._peers.clear()
-            self._writes.clear()
-            self._regions.clear()
+    def _close(self) -> None:
+        """Stop the engine: from then on nobody writes here, and no source is read. Takes up to a second."""
+        if os.getpid() == self._regions.pid:
+            self._engine.close()
 
-    def _advance(self, engine: MooncakeEngine, ticket: int) -> None:
-        """Collect what has ended of a write, post what there is room for, and say how it went when all has ended."""
-        write = self._writes[ticket]
-        peer = write.peer
-        while write.posts and (state := engine.poll(write.posts[0])) is not PostState.PENDING:
-            write.posts.popleft()
-            peer.in_flight -= 1
-            if state is PostState.FAILED:
-                write.failures += 1
-        if write.failures or peer.failure:
-            write.skipped += len(write.todo)
-            write.todo.clear()
-        while write.todo and peer.in_flight < _MOST_IN_FLIGHT:
-            source, target, length = write.todo.popleft()
-            write.posts.append(engine.post_write(peer.session, source, target, length))
-            peer.in_flight += 1
-        if write.posts or write.todo:
-            return
-        del self._writes[ticket]
-        if write.failures or write.skipped:
-            peer.failure = peer.failure or f"{write.failures} descriptors to {write.place} failed"
-            self._failed[ticket] = (
-                f"{self._worker}: write to {write.place}: {write.failures} descriptors failed and {write.skipped} "
-                f"were not sent; {peer.endpoint.worker} died, was cut off, or took its memory back"
-            )
-
-    def _await_slot(self, engine: MooncakeEngine, peer: _Peer, at: int) -> None:
+    def _await_slot(self, peer: Endpoint, reached: _Reached, at: int) -> None:
         """Wait for the earlier signal that used a slot; it is four signals old, so it has nearly always ended."""
-        earlier = peer.signals.pop(at, None)
         stop_at = time.monotonic() + self._deadline_s
-        while earlier is not None and (state := engine.poll(earlier)) is not PostState.DONE:
-            if state is PostState.FAILED:
-                peer.failure = peer.failure or f"a signal to {peer.endpoint.worker} failed"
-                self._peer(peer.endpoint.worker)
+        while at in reached.signals:
+            gone = self._why_gone(peer)
+            if gone:
+                raise PeerGoneError(f"{peer.worker}: {gone}; exchange endpoints again")
             if time.monotonic() > stop_at:
-                peer.signals[at] = earlier
                 raise TransportError(
-                    f"{self._worker}: {peer.endpoint.worker} did not take a signal within {self._deadline_s:g} s"
+                    f"{self.worker}: {peer.worker} did not take a signal within {self._deadline_s:g} s"
                 )
             time.sleep(_POLL_S)
 
     def _registered(self, size_bytes: int) -> Memory:
-        memory = self.allocate(size_bytes)
-        self._check().register(memory)
+        memory = self._allocate(size_bytes)
+        self._engine.register(memory)
         return memory
 
-    def _check(self) -> MooncakeEngine:
-        check_process(self._regions.pid, self._worker)
-        if self._engine is None:
-            raise TransportError(f"{self._worker}: transport is closed")
-        return self._engine
-
-    def _peer(self, peer: str) -> _Peer:
-        known = self._peers.get(peer)
-        if known is None:
-            names = ", ".join(self._peers) or "nobody"
-            raise TransportError(f"{self._worker}: is not connected to {peer}; it is to {names}")
-        if known.failure:
-            raise TransportError(f"{self._worker}: {known.failure}; connect to {peer} again")
-        return known
-
 
 @dataclass(slots=True, eq=False)
-class _Peer:
-    """A connected peer: where its memory is, what is under way to it, and why nothing more may go there."""
+class _Reached:
+    """A connected peer: where its flags are, signals under way by slot, and why nothing more may go there."""
 
-    endpoint: Endpoint
     session: str
     flags_address: int
-    addresses: dict[str, int]
     outbox: Memory
     signals: dict[int, Post] = field(default_factory=dict)
-    in_flight: int = 0
-    failure: str = ""
+    gone: str = ""
 
 
 @dataclass(slots=True, eq=False)
-class _Write:
-    """One ticket: descriptors with the engine, oldest first, and those that wait for room."""
+class _Posted:
+    """Descriptors that the engine has, the oldest first."""
 
-    peer: _Peer
+    reached: _Reached
     place: str
-    todo: deque[tuple[int, int, int]]
-    posts: deque[Post] = field(default_factory=deque)
+    posts: deque[Post]
+    count: int
     failures: int = 0
-    skipped: int = 0
 
 
 def _flags_bytes(channels: int) -> int:

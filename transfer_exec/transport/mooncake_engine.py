@@ -170,6 +170,11 @@ class MooncakeEngine:
             raise TransportError(f"{self._worker}: mooncake refused to register {memory.nbytes} bytes (code {code})")
         self._keeps.append(memory)
 
+    def unregister(self, memory: Memory) -> None:
+        """Let nobody begin to write there any more; the memory stays alive until the engine is stopped."""
+        if self._native is not None and not self._stuck:
+            self._native.unregister_memory(memory.ctypes.data)
+
     def post_write(self, session: str, source: int, target: int, length: int) -> Post:
         """Begin to copy ``length`` bytes to an address of a peer that was opened by `read`."""
         return Post(self._check().transfer_submit_write(session, source, target, length))
