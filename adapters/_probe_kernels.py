@@ -98,7 +98,8 @@ def check_rows(
     bad
         One flag a row; set, never cleared, and a row that is set already is not looked at.
     starts, which
-        Ids from ``starts[k]`` on (up to ``starts[k + 1]``) are predicted by ``tables[which[k]]``.
+        Ids from ``starts[k]`` on (up to ``starts[k + 1]``) are predicted by ``tables[which[k]]``, or by nothing if that
+        is negative.
     tables
         Shape ``(dtypes, period)``: for an id its bits in the parameter's dtype, at ``id % period``.
     """
@@ -155,6 +156,8 @@ def _inner_agrees(
             run = min(run, (starts[segment + 1] - 1 - source) // source_step + 1)
         elif len(starts) > 1 and source_step < 0:
             run = min(run, (source - starts[segment]) // -source_step + 1)
+        if which[segment] < 0:
+            return False
         table = tables[which[segment]]
         at = source % period
         step = source_step % period

@@ -45,6 +45,7 @@ from adapters.duty_messages import (
 )
 from adapters.failures import HookError, StaleError, VersionError
 from adapters.probe_live import Parameters
+from adapters.probe_settle import leave_to_loader
 from adapters.probing import LoadWeights, probe
 from adapters.session import Session
 from adapters.storage import Storage, live_memory
@@ -198,6 +199,8 @@ class Duties:
     def _probe(self, start: float) -> Probed:
         worker = self._worker
         found = probe(worker.load_weights, worker.parameters, worker.space, agree=self._session.agree)
+        if worker.receives:
+            found = leave_to_loader(found)
         self._probed = found
         return Probed(found.digest(), time.perf_counter() - start)
 

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from adapters.probe_live import LiveTensor
+from adapters.probe_readings import Reading
 from adapters.probe_verify import Claims, steady_claims
-from adapters.torch_bits import Bits, as_bits
+from adapters.torch_bits import Bits
 from layout_algebra.diff2 import Chunk, Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.recover import constant_ids, recover
-from layout_algebra.residues import Codebook, Pass
+from layout_algebra.residues import Pass
 from layout_algebra.slice_copy import CopyTable
 
 
 class Codes:
     """The codes of one probe, and which ids an element seems to hold when it holds one code in every pass."""
 
-    def __init__(self, codebook: Codebook, passes: Sequence[Pass], total_elements: int) -> None:
-        self.codebook = codebook
+    def __init__(self, passes: Sequence[Pass], total_elements: int) -> None:
         self.passes = tuple(passes)
         self.total_elements = total_elements
         numbers = constant_ids(passes)
@@ -50,8 +50,9 @@ def claims_of_codes(
     kept: Bits,
     diffs: Sequence[Diff2],
     codes: Codes,
+    reading: Reading,
 ) -> Claims:
-    """Claims of a tensor that can hold codes, after the last code pass."""
+    """Claims of a tensor that can hold codes, as read in one way, after the last code pass."""
     recovery = recover(diffs, codes.passes, one.shape, codes.total_elements)
     copies = recovery.copies
     return steady_claims(
@@ -62,19 +63,29 @@ def claims_of_codes(
         copies=copies,
         as_constant=codes.as_constant(copies),
         constants=recovery.constants,
-        varying=varying_elements(diffs),
-        code_bits=as_bits(codes.codebook.bits(one.dtype)),
-        past_end=codes.codebook.bits(one.dtype, codes.passes[-1].modulus)[1:].astype(np.uint64),
+        varying=varying_elements(diffs, reading.code_bits[codes.passes[-1].modulus :].astype(np.int64)),
+        code_bits=reading.code_bits,
+        past_end=reading.code_bits[1 : codes.passes[-1].modulus].astype(np.uint64),
+        reading=reading,
     )
 
 
-def varying_elements(diffs: Sequence[Diff2]) -> IdArray:
-    """Elements that held no code in some pass and not the same bits in all: half-open intervals, shape ``(n, 2)``."""
-    found = [_varying_in(chunks) for chunks in zip(*(diff.chunks for diff in diffs), strict=True)]
+def varying_elements(diffs: Sequence[Diff2], beyond: IdArray) -> IdArray:
+    """Elements that held no code in some pass and not the same bits in all: half-open intervals, shape ``(n, 2)``.
+
+    Parameters
+    ----------
+    diffs
+        One a pass, the smallest modulus last.
+    beyond
+        Bits, as signed numbers, of the codes that the last pass does not use and others may: a constant of these bits
+        is outside in the last pass and inside in others, and is not told from other content here.
+    """
+    found = [_varying_in(chunks, beyond) for chunks in zip(*(diff.chunks for diff in diffs), strict=True)]
     return np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
 
 
-def _varying_in(chunks: Sequence[Chunk]) -> IdArray:
+def _varying_in(chunks: Sequence[Chunk], beyond: IdArray) -> IdArray:
     if not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks):
         return np.empty((0, 2), dtype=np.int64)
     runs = [chunk.outside() for chunk in chunks]
@@ -82,10 +93,11 @@ def _varying_in(chunks: Sequence[Chunk]) -> IdArray:
         return np.empty((0, 2), dtype=np.int64)
     start, size = chunks[0].start, chunks[0].stop - chunks[0].start
     varies = np.zeros(size, dtype=bool)
-    first_bits, first_outside = _spread(runs[0], start, size)
-    for listed in runs[1:]:
+    last_bits, last_outside = _spread(runs[-1], start, size)
+    may_be_inside = last_outside & np.isin(last_bits, beyond)
+    for listed in runs[:-1]:
         bits, outside = _spread(listed, start, size)
-        varies |= (outside != first_outside) | (outside & (bits != first_bits))
+        varies |= np.where(outside, ~last_outside | (bits != last_bits), last_outside & ~may_be_inside)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], varies, [False]]))) + start
     return edges.reshape(-1, 2)
 

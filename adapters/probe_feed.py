@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,24 @@ import torch
 from adapters._probe_kernels import fill_periodic, first_difference
 from adapters.torch_bits import Bits, storage_type, tensor_of_bits, torch_dtype
 from layout_algebra.dtypes import IdArray, dtype_of
+from layout_algebra.residues import holds_codes
 from layout_algebra.runs import merge_intervals
-from layout_algebra.space import CheckpointSpace
+from layout_algebra.space import CheckpointSpace, TensorSpec
 
 _ALIGN_BYTES = 64
 _PIECE_BYTES = 1 << 23
 _SPREAD_BYTES = 1 << 26
+_UNCODED = MappingProxyType(
+    {
+        "BOOL": (b"\x01", b"\x00"),
+        "F8_E8M0": (b"\x7f", b"\x80"),
+        "F4": (b"\x22", b"\x44"),
+        "F6_E2M3": (b"\x08\x82\x20", b"\x10\x04\x41"),
+        "F6_E3M2": (b"\x0c\xc3\x30", b"\x10\x04\x41"),
+        "C64": (b"\x00\x00\x80\x3f" + bytes(4), b"\x00\x00\x00\x40" + bytes(4)),
+    }
+)
+"""What tensors that can hold no codes are filled with: ones, and in its place something else, twos if there are any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +55,13 @@ class Pattern:
     Attributes
     ----------
     tables
-        For every checkpoint dtype the bits of one period, ``table[id % period]``; all of one length.
+        For every checkpoint dtype that holds codes the bits of one period, ``table[id % period]``; all of one length.
+    second
+        Whether tensors of other dtypes (bools, exponents, parts of a byte) get their second content, not all ones.
     """
 
     tables: Mapping[str, Bits]
+    second: bool = False
 
     @property
     def period(self) -> int:
@@ -90,7 +106,7 @@ class Feeder:
         self._private = False
         self._places = {period: _place(space, period) for period in {Pattern({}).period, *periods}}
         self._lengths: dict[str, int] = {}
-        for dtype in {spec.dtype for spec in space.specs if spec.elements}:
+        for dtype in _coded(space):
             chosen = _of_dtype(space, dtype)
             sizes = np.diff(space.starts)[chosen]
             self._lengths[dtype] = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
@@ -159,8 +175,9 @@ class _Bank:
         self._executor = executor
         self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
         nothing = _aligned(0, 1)
+        types = {dtype: torch_dtype(dtype) for dtype in lengths}
         self._tensors = [
-            (self._buffers.get(spec.dtype, nothing), torch_dtype(spec.dtype), spec.elements, spec.shape)
+            (self._buffers.get(spec.dtype, nothing), types.get(spec.dtype), spec.elements, spec.shape)
             for spec in space.specs
         ]
         self._pattern = Pattern({})
@@ -189,14 +206,16 @@ class _Bank:
     def slice(self, position: int) -> torch.Tensor:
         """A checkpoint tensor in the buffer."""
         buffer, dtype, elements, shape = self._tensors[position]
-        if not elements:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+        if dtype is None or not elements:
+            return self.copy(position)
         start = self._offsets[position] * buffer.itemsize
         return torch.frombuffer(buffer, dtype=dtype, count=elements, offset=start).view(shape)
 
     def copy(self, position: int) -> torch.Tensor:
         """A checkpoint tensor in memory of its own."""
         spec = self._space.specs[position]
+        if not holds_codes(spec.dtype):
+            return _uncoded(spec, second=self._pattern.second)
         bits = np.empty(spec.elements, dtype=storage_type(spec.element_type.item_bytes))
         if spec.elements:
             fill_periodic(bits, self._pattern.tables[spec.dtype], int(self._space.starts[position]))
@@ -216,6 +235,24 @@ class _Bank:
         return out
 
 
+def _coded(space: CheckpointSpace) -> set[str]:
+    """The dtypes of the tensors that are fed from a buffer."""
+    return {spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)}
+
+
+def _uncoded(spec: TensorSpec, *, second: bool) -> torch.Tensor:
+    """A tensor of a dtype without codes, in memory of its own; flat bytes where torch has no such dtype."""
+    if not spec.elements and spec.element_type.storage is not None:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
+    unit = np.frombuffer(_UNCODED[spec.dtype][second], dtype=np.uint8)
+    raw = torch.from_numpy(np.resize(unit, -(-spec.elements * spec.element_type.bits // 8)))
+    if spec.element_type.storage is not None:
+        return raw.view(torch_dtype(spec.dtype)).view(spec.shape)
+    if spec.dtype == "F4" and spec.shape and spec.shape[-1] % 2 == 0:
+        return raw.view(torch.float4_e2m1fn_x2).view(*spec.shape[:-1], spec.shape[-1] // 2)
+    return raw
+
+
 def _of_dtype(space: CheckpointSpace, dtype: str) -> npt.NDArray[np.bool_]:
     """Which tensors have elements of a dtype."""
     return np.array([spec.dtype == dtype and spec.elements > 0 for spec in space.specs], dtype=np.bool_)
@@ -225,7 +262,7 @@ def _place(space: CheckpointSpace, period: int) -> IdArray:
     """Where every tensor begins in its dtype's buffer: congruent to its first id, 64-byte aligned, all different."""
     starts = space.starts[:-1]
     out = np.zeros(len(space), dtype=np.int64)
-    for dtype in {spec.dtype for spec in space.specs if spec.elements}:
+    for dtype in _coded(space):
         chosen = np.flatnonzero(_of_dtype(space, dtype))
         step = _ALIGN_BYTES // dtype_of(dtype).item_bytes
         offsets = step * (starts[chosen] % period * pow(step, -1, period) % period)

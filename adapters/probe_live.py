@@ -28,8 +28,17 @@ from layout_algebra.space import natural_key
 
 Parameters: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
-BACKGROUND = MappingProxyType({"F16": 0x8155, "BF16": 0xA5A5, "F32": 0xA5A5A5A5, "F64": 0xA5A5A5A5A5A5A5A5})
-"""Bits of the background by dtype: small negative numbers, finite, never fed. Dtypes not listed keep their values."""
+BACKGROUND = MappingProxyType(
+    {
+        "F8_E4M3": 0xA5,
+        "F8_E5M2": 0xA5,
+        "F16": 0x8155,
+        "BF16": 0xA5A5,
+        "F32": 0xA5A5A5A5,
+        "F64": 0xA5A5A5A5A5A5A5A5,
+    }
+)
+"""Bits of the background by dtype: small negative numbers, finite, no codes. Dtypes not listed keep their values."""
 
 _PIECE_ELEMENTS = 1 << 22
 _ALIGN_BYTES = 64

@@ -20,21 +20,22 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from adapters._probe_kernels import check_rows, check_steady, mark_rows, mask_intervals, steady_runs
+from adapters._probe_kernels import check_rows, check_steady, mark_rows, steady_runs
 from adapters.probe_feed import Pattern
-from adapters.torch_bits import Bits, bits_view, storage_type, tensor_of_bits, torch_dtype
-from layout_algebra.canonical import canonical_table
-from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import RunTable
+from adapters.probe_readings import Reading, shown
+from adapters.torch_bits import Bits, storage_type
+from layout_algebra.dtypes import IdArray, dtype_of
+from layout_algebra.residues import holds_codes
 from layout_algebra.slice_copy import CopyTable
-from layout_algebra.source_map import ParameterMap
 from layout_algebra.space import CheckpointSpace
 
-VERIFY_PERIOD = 131_071
-FEWEST_IDS = 32
-"""Beside opaque elements an affine piece of fewer distinct ids is opaque too: it may agree by selection."""
+Words = npt.NDArray[np.uint64]
 
-_FORMATS = {"F16": (16, 5, 10), "BF16": (16, 8, 7), "F32": (32, 8, 23)}
+VERIFY_PERIOD = 131_071
+_WIDE_FLOATS = {"F16": (5, 10), "BF16": (8, 7), "F32": (8, 23), "F64": (11, 52)}
+"""Exponent and mantissa bits."""
+_BYTES = {"F8_E4M3": (0x7E, 0x08, 0x77), "F8_E5M2": (0x7B, 0x20, 0x5B), "I8": (0x7F, 1, 120), "U8": (0x7F, 1, 120)}
+"""The largest finite pattern without the top bit; first and last of the narrow range."""
 _SEED = 0x7EA_5EED
 _PART_ELEMENTS = 1 << 22
 _FEW_RUNS = 1 << 16
@@ -49,24 +50,52 @@ class Range(Enum):
 
 
 def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pattern]:
-    """The two patterns of random numbers for some checkpoint dtypes."""
+    """The two patterns of random numbers for some checkpoint dtypes; the sign of B is opposite to that of A.
+
+    Wide floats have all their mantissa bits, exponents -14..0 in A and 1..14 in B. Wide integers are below half their
+    width in A and above it in B. Bytes are all finite numbers. Tensors that hold no codes have another content in B.
+    """
     a: dict[str, Bits] = {}
     b: dict[str, Bits] = {}
     for dtype in sorted(set(dtypes)):
-        width, exponent_bits, mantissa_bits = _FORMATS[dtype]
-        random = np.random.Generator(np.random.Philox([_SEED, *dtype.encode()]))
-        words, others = random.integers(0, 1 << 64, (2, VERIFY_PERIOD), dtype=np.uint64)
-        low, high = (-7, 7) if values is Range.NARROW else (-14, 14)
+        if holds_codes(dtype):
+            random = np.random.Generator(np.random.Philox([_SEED, *dtype.encode()]))
+            words = random.integers(0, 1 << 64, (5, VERIFY_PERIOD), dtype=np.uint64)
+            for out, letter in ((a, 0), (b, 1)):
+                sign = words[0] >> np.uint64(63) ^ np.uint64(letter)
+                out[dtype] = _numbers(dtype, values, letter, words[1 + letter], words[3 + letter], sign)
+    return Pattern(a), Pattern(b, second=True)
+
+
+def _numbers(dtype: str, values: Range, letter: int, some: Words, others: Words, sign: Words) -> Bits:
+    """Random bits of one dtype for pattern A (letter 0) or B (1)."""
+    kind = dtype_of(dtype)
+    width = kind.bits
+    signed = values is Range.SIGNED
+    if dtype in _BYTES:
+        top, first, last = _BYTES[dtype]
+        if values is not Range.NARROW:
+            first, last = (0, top) if signed else (1, 0xFF if dtype == "U8" else top)
+        bits = np.uint64(first) + some % np.uint64(last - first + 1)
+        bits |= sign << np.uint64(7) if signed else np.uint64(0)
+    elif dtype in _WIDE_FLOATS:
+        exponent_bits, mantissa_bits = _WIDE_FLOATS[dtype]
+        first, last = (-7, 7) if values is Range.NARROW else ((-14, 0), (1, 14))[letter]
         bias = (1 << (exponent_bits - 1)) - 1
-        for out, first, last, place, flip in ((a, low, 0, 0, 0), (b, 1, high, 32, 1)):
-            exponent = (others >> np.uint64(place)) % np.uint64(last - first + 1) + np.uint64(bias + first)
-            bits = words >> np.uint64(place) & np.uint64((1 << mantissa_bits) - 1) | exponent << np.uint64(
-                mantissa_bits
-            )
-            if values is Range.SIGNED:
-                bits |= (words >> np.uint64(63) ^ np.uint64(flip)) << np.uint64(width - 1)
-            out[dtype] = bits.astype(storage_type(width // 8))
-    return Pattern(a), Pattern(b)
+        exponent = others % np.uint64(last - first + 1) + np.uint64(bias + first)
+        bits = some & np.uint64((1 << mantissa_bits) - 1) | exponent << np.uint64(mantissa_bits)
+        bits |= sign << np.uint64(width - 1) if signed else np.uint64(0)
+    else:
+        half, full = width // 2, width - (kind.kind == "int")
+        if values is Range.NARROW:
+            bits = np.uint64(128) + some % np.uint64((1 << 15) - 128)
+        elif letter == 0:  # of every magnitude alike, so that a bound shows
+            bits = np.uint64(1) + some % ((np.uint64(1) << (np.uint64(1) + others % np.uint64(half))) - np.uint64(1))
+        else:
+            bits = np.uint64(1 << half) + some % np.uint64((1 << full) - (1 << half))
+        if signed and kind.kind == "int":
+            bits = np.where(sign == 1, ~bits + np.uint64(1), bits)
+    return bits.astype(storage_type(width // 8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +105,7 @@ class Prediction:
     Attributes
     ----------
     starts, which
-        Ids from ``starts[k]`` on are predicted by ``tables[which[k]]``.
+        Ids from ``starts[k]`` on are predicted by ``tables[which[k]]``, or by nothing if that is negative.
     tables
         Shape ``(dtypes, period)``.
     """
@@ -86,12 +115,16 @@ class Prediction:
     tables: Bits
 
 
-def predict(space: CheckpointSpace, pattern: Pattern, dtype: str) -> Prediction:
-    """The pattern's values converted to a parameter's dtype as torch does: exact when wider, else to nearest even."""
-    sources = sorted(pattern.tables)
-    target = torch_dtype(dtype)
-    tables = [bits_view(tensor_of_bits(pattern.tables[s], s, (pattern.period,)).to(target)).copy() for s in sources]
-    index = np.array([sources.index(spec.dtype) for spec in space.specs if spec.elements], dtype=np.int64)
+def predict(space: CheckpointSpace, pattern: Pattern, dtype: str, reading: Reading) -> Prediction:
+    """What the pattern's numbers become in a parameter of some dtype, under one reading."""
+    tables: list[Bits] = []
+    place: dict[str, int] = {}
+    for source in sorted(pattern.tables):
+        table = shown(pattern.tables[source], source, dtype, reading)
+        if table is not None:
+            place[source] = len(tables)
+            tables.append(table)
+    index = np.array([place.get(spec.dtype, -1) for spec in space.specs if spec.elements], dtype=np.int64)
     starts = space.starts[:-1][np.diff(space.starts) > 0]
     changes = np.concatenate([[True], index[1:] != index[:-1]])
     return Prediction(starts[changes], index[changes], np.stack(tables))
@@ -115,6 +148,8 @@ class Claims:
         One bit an element, or None where nothing is opaque.
     code_bits
         Bits of every code in the parameter's dtype; shape ``(1, codes)``.
+    reading
+        How codes were read off, or None for a parameter that can hold none.
     """
 
     shape: tuple[int, ...]
@@ -127,6 +162,7 @@ class Claims:
     values: npt.NDArray[np.uint64]
     opaque: npt.NDArray[np.uint8] | None
     code_bits: Bits
+    reading: Reading | None
     _parts: tuple[IdArray, IdArray] = field(init=False)
     _bad_copies: npt.NDArray[np.uint8] = field(init=False)
     _not_constant: npt.NDArray[np.uint8] = field(init=False)
@@ -173,28 +209,24 @@ class Claims:
             self._not_constant[doubtful] = flags
 
     @property
-    def refuted(self) -> bool:
-        """Whether anything is opaque so far."""
-        lost = bool((self._bad_copies & self._not_constant).any())
-        return lost or bool(self._bad_constants.any() or self._bad_runs.any() or self.opaque is not None)
+    def standing(self) -> npt.NDArray[np.bool_]:
+        """Which copies have agreed so far."""
+        return self._bad_copies == 0
 
-    def settle(self) -> ParameterMap:
-        """The parameter's map: copies that agreed, opaque elements, and nothing said of the rest."""
-        if not self.refuted and not self._bad_copies.any():
-            return ParameterMap(self.shape, self.dtype, self.copies, RunTable.empty())
-        good = self._bad_copies == 0
+    @property
+    def flags(self) -> npt.NDArray[np.uint8]:
+        """Every verdict so far, in one array that does not change."""
+        return np.concatenate([self._bad_copies, self._not_constant, self._bad_constants, self._bad_runs])
+
+    def opaque_elements(self) -> npt.NDArray[np.uint8] | None:
+        """One bit an element that is neither copied nor constant, or None where there is none."""
         lost = (self._bad_copies & self._not_constant).astype(bool)
-        mask = self.opaque
-        if self.refuted:
-            small = _distinct_ids(self.copies) < FEWEST_IDS
-            lost |= good & small
-            good &= ~small
-            mask = np.zeros((self.elements + 7) // 8, dtype=np.uint8) if mask is None else mask
-            mark_rows(mask, self.copies.rows[lost])
-            self._mark_constants(mask)
-        rest = canonical_table(CopyTable(self.copies.rows[good]), self.shape)
-        opaque = RunTable.empty() if mask is None else RunTable.from_intervals(mask_intervals(mask, self.elements))
-        return ParameterMap(self.shape, self.dtype, rest, opaque)
+        if not (lost.any() or self._bad_constants.any() or self._bad_runs.any()):
+            return self.opaque
+        mask = np.zeros((self.elements + 7) // 8, dtype=np.uint8) if self.opaque is None else self.opaque.copy()
+        mark_rows(mask, self.copies.rows[lost])
+        self._mark_constants(mask)
+        return mask
 
     def _mark_constants(self, mask: npt.NDArray[np.uint8]) -> None:
         """Mark refuted constants, and with each all others of its value: a clamp holds its bound here and there."""
@@ -225,6 +257,7 @@ def steady_claims(
     varying: IdArray | None = None,
     code_bits: Bits | None = None,
     past_end: npt.NDArray[np.uint64] | None = None,
+    reading: Reading | None = None,
 ) -> Claims:
     """Claims of one parameter: the given copies and constants, and everything else as steady as it is now.
 
@@ -234,7 +267,7 @@ def steady_claims(
         Flat bits now and before the probe.
     shape, dtype
         Of the parameter.
-    copies, as_constant, constants, code_bits
+    copies, as_constant, constants, code_bits, reading
         See ``Claims``; by default none.
     varying
         Half-open intervals of elements known to be opaque; shape ``(n, 2)``.
@@ -261,7 +294,8 @@ def steady_claims(
         if len(opaque):
             mask = np.zeros((len(live) + 7) // 8, dtype=np.uint8)
             mark_rows(mask, _interval_rows(opaque))
-    return Claims(shape, dtype, len(live), copies, as_constant, constants, runs, values, mask, np.atleast_2d(code_bits))
+    steady = runs, values, mask
+    return Claims(shape, dtype, len(live), copies, as_constant, constants, *steady, np.atleast_2d(code_bits), reading)
 
 
 def _interval_rows(intervals: IdArray) -> IdArray:
@@ -271,14 +305,6 @@ def _interval_rows(intervals: IdArray) -> IdArray:
     rows[:, 2] = intervals[:, 1] - intervals[:, 0]
     rows[:, 3] = 1
     return rows
-
-
-def _distinct_ids(table: CopyTable) -> IdArray:
-    """How many different ids every piece copies, at most."""
-    product = np.prod(np.where(table.source_strides == 0, 1, table.extents), axis=1, dtype=np.int64)
-    low, high = table.bounds(of="source")
-    out: IdArray = np.minimum(product, high - low + 1)
-    return out
 
 
 def _split(rows: IdArray) -> tuple[IdArray, IdArray]:

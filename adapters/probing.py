@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, TypeAlias
@@ -27,6 +27,8 @@ from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
 from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import LiveTensor, Parameters, live_tensors
+from adapters.probe_readings import Reading, readings_of
+from adapters.probe_settle import settle
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
 from adapters.torch_bits import as_bits
@@ -34,7 +36,7 @@ from adapters.trace_compare import probe_against_trace
 from adapters.tracing import trace
 from layout_algebra.diff2 import Diff2, encode
 from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
-from layout_algebra.residues import Codebook, Pass, choose_codebook, plan_passes
+from layout_algebra.residues import Codebook, Pass, choose_codebook, holds_codes, plan_passes
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -44,6 +46,10 @@ Extractor: TypeAlias = Literal["probe", "trace", "both"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
 _MOST_THREADS = 8
+_MANY_ELEMENTS = 1 << 12
+
+AllClaims: TypeAlias = dict[str, list[Claims]]
+"""By first name; one a reading."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +98,9 @@ def probe(
     Raises
     ------
     UnsupportedDtypeError
-        If a checkpoint tensor's or a live tensor's dtype cannot be probed; nothing was loaded.
+        If a live tensor's dtype cannot be carried; nothing was loaded.
+    SpaceError
+        If too few numbers are exact in all of the checkpoint's dtypes for its size; nothing was loaded.
     LoaderRaisedError
         If the loader raised; its exception is chained.
     LoaderWroteNothingError
@@ -155,38 +163,64 @@ def _with_trace(
     return probe_against_trace(probed, traced, note)
 
 
-def _settle(worker: ProbedWorker, claims: dict[str, Claims]) -> dict[str, ParameterMap]:
-    found = {one.name: claims[one.name].settle() for one in worker.live}
+def _settle(worker: ProbedWorker, claims: AllClaims) -> dict[str, ParameterMap]:
+    found = {one.name: settle(claims[one.name], worker.space) for one in worker.live}
     _check_wrote(found)
     return found
 
 
-def _read_codes(
-    worker: ProbedWorker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int
-) -> dict[str, Claims]:
-    """Run the code passes and join what they leave into claims, one a live tensor."""
-    dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements})
-    diffs: dict[str, list[Diff2]] = {}
-    claims: dict[str, Claims] = {}
+class _Readings:
+    """The ways in which every live tensor is read, by dtype, and which of them are still in question."""
+
+    def __init__(self, worker: ProbedWorker, codebook: Codebook) -> None:
+        sources = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
+        by_dtype = {dtype: readings_of(codebook, dtype, sources) for dtype in {one.dtype for one in worker.live}}
+        self._left = {one.name: list(by_dtype[one.dtype]) for one in worker.live}
+
+    def of(self, name: str) -> list[Reading]:
+        """The readings of one live tensor, by its first name."""
+        return self._left[name]
+
+    def drop_hopeless(self, diffs: Mapping[tuple[str, Reading], Sequence[Diff2]]) -> None:
+        """After one pass: a large tensor that is full of codes in one reading needs no other."""
+        for name, readings in self._left.items():
+            if len(readings) < 2:
+                continue
+            for reading in readings:
+                chunks = diffs[name, reading][0].chunks
+                full = not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks)
+                if full and sum(chunk.stop - chunk.start for chunk in chunks) >= _MANY_ELEMENTS:
+                    readings[:] = [reading]
+                    break
+
+
+def _read_codes(worker: ProbedWorker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int) -> AllClaims:
+    """Run the code passes and join what they leave into claims, for each live tensor one a reading."""
+    dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
+    readings = _Readings(worker, codebook)
+    diffs: dict[tuple[str, Reading], list[Diff2]] = {}
+    claims: AllClaims = {}
     for number, one_pass in enumerate(passes):
 
-        def read(one_pass: Pass = one_pass) -> tuple[dict[str, Diff2], dict[str, Claims]]:
+        def read(one_pass: Pass = one_pass) -> tuple[dict[tuple[str, Reading], Diff2], AllClaims]:
             left = memory_limit_bytes - sum(diff.nbytes for listed in diffs.values() for diff in listed)
-            coded = [one for one in worker.live if codebook.decoding(one.dtype) is not None]
-            return _encode_all(worker, coded, codebook, one_pass, left), _check_values(worker, codebook, claims)
+            coded = [(one, reading) for one in worker.live for reading in readings.of(one.name)]
+            return _encode_all(worker, coded, one_pass, left), _check_values(worker, readings, claims)
 
         pattern = Pattern({dtype: as_bits(codebook.table(dtype, one_pass)) for dtype in dtypes})
         what = f"code pass {number + 1} of {len(passes)}"
         found, steady = worker.load(_feeding(pattern), what, read)
-        for name, diff in found.items():
-            diffs.setdefault(name, []).append(diff)
+        for key, diff in found.items():
+            diffs.setdefault(key, []).append(diff)
         claims.update(steady)
+        readings.drop_hopeless(diffs)
     worker.tell("joining passes")
-    codes = Codes(codebook, passes, worker.space.total_elements)
+    codes = Codes(passes, worker.space.total_elements)
     for one in worker.live:
-        if one.name in diffs:
-            kept = worker.keeper.kept(one.name)
-            claims[one.name] = claims_of_codes(one, one.bits(), kept, diffs.pop(one.name), codes)
+        bits, kept = one.bits(), worker.keeper.kept(one.name)
+        for reading in readings.of(one.name):
+            found_claims = claims_of_codes(one, bits, kept, diffs.pop((one.name, reading)), codes, reading)
+            claims.setdefault(one.name, []).append(found_claims)
     return claims
 
 
@@ -195,17 +229,16 @@ def _feeding(pattern: Pattern) -> Callable[[Feeder], None]:
 
 
 def _encode_all(
-    worker: ProbedWorker, coded: Sequence[LiveTensor], codebook: Codebook, one_pass: Pass, limit_bytes: int
-) -> dict[str, Diff2]:
-    """Second differences of every tensor that can hold codes."""
+    worker: ProbedWorker, coded: Sequence[tuple[LiveTensor, Reading]], one_pass: Pass, limit_bytes: int
+) -> dict[tuple[str, Reading], Diff2]:
+    """Second differences of every tensor that can hold codes, in every way to read them."""
 
-    def encode_one(one: LiveTensor, executor: Executor | None) -> Diff2:
-        decoding = codebook.decoding(one.dtype)
-        assert decoding is not None
+    def encode_one(pair: tuple[LiveTensor, Reading], executor: Executor | None) -> Diff2:
+        one, reading = pair
         return encode(
             one.bits(),
             one.shape,
-            decoding,
+            reading.decoding,
             one_pass,
             executor=executor,
             name=one.name,
@@ -213,36 +246,36 @@ def _encode_all(
         )
 
     # Side by side by size, so that no thread waits for another at every tensor; what is too large for that, by chunks.
-    share = sum(one.tensor.nbytes for one in coded) // (4 * _threads())
-    shared = sorted((one for one in coded if one.tensor.nbytes <= share), key=lambda one: -one.tensor.nbytes)
-    found = {one.name: encode_one(one, worker.executor) for one in coded if one.tensor.nbytes > share}
-    diffs = worker.executor.map(lambda one: encode_one(one, None), shared)
-    found.update(zip((one.name for one in shared), diffs, strict=True))
-    return found
+    share = sum(one.tensor.nbytes for one, _ in coded) // (4 * _threads())
+    large = [pair for pair in coded if pair[0].tensor.nbytes > share]
+    shared = sorted((pair for pair in coded if pair[0].tensor.nbytes <= share), key=lambda pair: -pair[0].tensor.nbytes)
+    diffs = [encode_one(pair, worker.executor) for pair in large]
+    diffs += worker.executor.map(lambda pair: encode_one(pair, None), shared)
+    return {(one.name, reading): diff for (one, reading), diff in zip([*large, *shared], diffs, strict=True)}
 
 
-def _check_values(worker: ProbedWorker, codebook: Codebook, claims: dict[str, Claims]) -> dict[str, Claims]:
+def _check_values(worker: ProbedWorker, readings: _Readings, claims: AllClaims) -> AllClaims:
     """Claims of the tensors that cannot hold codes: made after the first load, checked after the others."""
     made = {}
     for one in worker.live:
-        if codebook.decoding(one.dtype) is None:
+        if not readings.of(one.name):
             kept = worker.keeper.kept(one.name)
             if one.name in claims:
-                claims[one.name].check_steady(one.bits(), kept)
+                claims[one.name][0].check_steady(one.bits(), kept)
             else:
-                made[one.name] = claims_of_values(one, one.bits(), kept)
+                made[one.name] = [claims_of_values(one, one.bits(), kept)]
     return made
 
 
-def _verify(worker: ProbedWorker, claims: dict[str, Claims]) -> Range:
+def _verify(worker: ProbedWorker, claims: AllClaims) -> Range:
     """Run both verification passes, with tamer numbers for a loader that refuses the first ones; which it stood."""
     dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
     for values in Range:
         try:
             for letter, pattern in zip("AB", verification_pair(dtypes, values), strict=True):
-                predictions: dict[str, Prediction] = {}
+                predictions: dict[Reading, Prediction] = {}
 
-                def read(pattern: Pattern = pattern, predictions: dict[str, Prediction] = predictions) -> bool:
+                def read(pattern: Pattern = pattern, predictions: dict[Reading, Prediction] = predictions) -> bool:
                     _compare(worker, claims, pattern, predictions)
                     return True
 
@@ -258,19 +291,18 @@ def _verify(worker: ProbedWorker, claims: dict[str, Claims]) -> Range:
     raise AssertionError("unreachable: the last range returns or raises")
 
 
-def _compare(
-    worker: ProbedWorker, claims: dict[str, Claims], pattern: Pattern, predictions: dict[str, Prediction]
-) -> None:
+def _compare(worker: ProbedWorker, claims: AllClaims, pattern: Pattern, predictions: dict[Reading, Prediction]) -> None:
     pending: list[Callable[[], None]] = []
     for one in worker.live:
-        mine, bits = claims[one.name], one.bits()
-        if len(mine.copies):
-            if one.dtype not in predictions:
-                predictions[one.dtype] = predict(worker.space, pattern, one.dtype)
-            pending.append(mine.check_copies(bits, predictions[one.dtype], worker.executor))
-            if not one.in_place:
-                _finish(pending)
-        mine.check_steady(bits, worker.keeper.kept(one.name))
+        bits, kept = one.bits(), worker.keeper.kept(one.name)
+        for mine in claims[one.name]:
+            if len(mine.copies) and mine.reading is not None:
+                if mine.reading not in predictions:
+                    predictions[mine.reading] = predict(worker.space, pattern, one.dtype, mine.reading)
+                pending.append(mine.check_copies(bits, predictions[mine.reading], worker.executor))
+                if not one.in_place:
+                    _finish(pending)
+            mine.check_steady(bits, kept)
     _finish(pending)
 
 

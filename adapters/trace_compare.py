@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layout_algebra.dtypes import IdArray
+from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import ProbeError
 from layout_algebra.recover import without
 from layout_algebra.runs import RunTable
@@ -111,7 +111,8 @@ def probe_against_trace(
 def _between(probed: SourceMap, traced: SourceMap, name: str) -> list[tuple[bool, str]]:
     """Whether each way of differing is a contradiction, and its text."""
     left, right = probed[name], traced[name]
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
+    widths = dtype_of(left.dtype).bits, dtype_of(right.dtype).bits
+    if left.shape != right.shape or widths[0] != widths[1]:
         return [(True, f"{left.dtype} {left.shape} by the probe, {right.dtype} {right.shape} by the trace")]
     if np.array_equal(left.copies.rows, right.copies.rows) and left.opaque.same_as(right.opaque):
         return []

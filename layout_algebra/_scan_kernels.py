@@ -39,6 +39,13 @@ def decode(bits: Bits, base: int, shift: int, out: Words) -> None:
 
 
 @kernel
+def look_up(patterns: Words, numbers: Words) -> None:
+    """Replace every pattern by its entry in a table, what is past the table by 65535."""
+    for k in range(len(patterns)):
+        patterns[k] = numbers[patterns[k]] if patterns[k] < len(numbers) else np.uint16(65535)
+
+
+@kernel
 def bend_rows(
     here: Words, above: Words, higher: Words, count: int, base: np.uint16, modulus: np.uint16, out: Words
 ) -> tuple[np.uint16, np.uint16, np.uint16]:

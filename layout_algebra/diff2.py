@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._scan_kernels import LONG_BLOCK, decode, equal_runs, scan
+from layout_algebra._scan_kernels import LONG_BLOCK, equal_runs, scan
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import ProbeError
 from layout_algebra.residues import Decoding, Pass
@@ -124,9 +124,7 @@ class Chunk:
     def is_outside(self) -> npt.NDArray[np.bool_]:
         """For every element of the chunk whether it holds no code; shape ``(stop - start,)``."""
         if len(self.bits):
-            numbers = np.empty(len(self.bits), dtype=np.uint16)
-            decode(self.bits, self.decoding.base << self.decoding.shift, self.decoding.shift, numbers)
-            return numbers >= self.modulus
+            return self.decoding.read(self.bits) >= self.modulus
         size = self.stop - self.start + 1
         starts = np.bincount(self.runs[:, 0] - self.start, minlength=size)
         stops = np.bincount(self.runs[:, 1] - self.start, minlength=size)
@@ -221,7 +219,7 @@ def encode(
     bits = _bits_of(memory, rows * width, decoding, name)
 
     numbers = np.resize(of_pass.order(), of_pass.modulus + LONG_BLOCK)
-    line = (numbers + (decoding.base if _in_place(decoding) else 0)).astype(np.uint16)
+    line = (numbers + (decoding.base if decoding.plain else 0)).astype(np.uint16)
 
     def read(stretch: tuple[int, int]) -> Chunk:
         return _read_chunk(bits, stretch[0], stretch[1], width, decoding, of_pass, line)
@@ -298,11 +296,6 @@ def _read_chunk(
     return Chunk(start, stop, places, values, table, kept, decoding, of_pass.modulus)
 
 
-def _in_place(decoding: Decoding) -> bool:
-    """Whether code numbers are the elements' bits themselves, less a base."""
-    return decoding.shift == 0 and decoding.storage.itemsize == 2
-
-
 def _windows(
     bits: npt.NDArray[np.unsignedinteger], start: int, stop: int, width: int, decoding: Decoding
 ) -> tuple[tuple[npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int, npt.NDArray[np.uint16], int], int]:
@@ -310,13 +303,11 @@ def _windows(
 
     Bfloat16 is read in place, less its base; other dtypes are decoded into buffers of about the chunk's size.
     """
-    if _in_place(decoding):
+    if decoding.plain:
         return (bits, 0, bits, 0, bits, 0), decoding.base
 
     def decoded(first: int, last: int) -> npt.NDArray[np.uint16]:
-        numbers = np.empty(last - first, dtype=np.uint16)
-        decode(bits[first:last], decoding.base << decoding.shift, decoding.shift, numbers)
-        return numbers
+        return decoding.read(bits[first:last])
 
     if width <= CHUNK_ELEMENTS // 4:
         first = max(0, start - 2 * width - 2)

@@ -75,7 +75,8 @@ def live_tensors(
         What is to be moved.
     memory
         A numpy array or torch tensor per parameter; others are ignored. numpy lacks BF16 and the 8-bit floats:
-        unsigned integers of the same width stand for them.
+        unsigned integers of the same width stand for them. A map may read a tensor as another dtype of its width,
+        where a loader took over bits (an integer tensor that holds the checkpoint's floats, or the other way round).
     staged
         Memory of the staged checkpoint tensors, which may have a parameter's name.
 
@@ -195,8 +196,14 @@ def _check_torch(where: str, tensor: ProgramTensor, given: object) -> None:
     if given.layout != torch.strided:
         raise ProgramError(f"{where}: has layout {given.layout}; expected a strided tensor")
     dtype = _TORCH_NAMES.get(str(given.dtype))
-    if dtype != tensor.dtype:
+    if dtype is None or (dtype != tensor.dtype and not _takes_over_bits(dtype, tensor.dtype)):
         raise ProgramError(f"{where}: is {given.dtype}, its map has {tensor.dtype}; discover again and reconnect")
+
+
+def _takes_over_bits(dtype: str, read_as: str) -> bool:
+    """Whether a map may read a tensor as another dtype: one width, and not two formats of floats."""
+    one, other = dtype_of(dtype), dtype_of(read_as)
+    return one.bits == other.bits and (one.kind, other.kind) != ("float", "float")
 
 
 def _fuse_axes(shape: Sequence[int], strides: Sequence[int], width: int) -> tuple[tuple[int, int], ...]:

@@ -154,15 +154,6 @@ def test_integers_made_of_floats_are_opaque_and_untouched_ones_empty() -> None:
         assert (found.ids(name) == 0).all(), name
 
 
-def test_a_bit_pattern_put_into_integers_is_no_false_copy() -> None:
-    space = space_of(x=("BF16", 40))
-
-    def body(live: Live, weights: Weights) -> None:
-        live["p"].copy_(weights["x"].view(torch.int16))
-
-    assert (Worker({"p": noisy(40, torch.int16)}, body).probe(space).ids("p") == -1).all()
-
-
 def test_one_element_off_is_seen() -> None:
     random = np.random.default_rng(3)
     space = space_of(x=("F32", 8, 9))
