@@ -21,6 +21,7 @@ from transfer_exec.errors import PlanError
 
 if TYPE_CHECKING:
     from transfer_exec.plan import Plan, Route
+    from transfer_exec.schedule import Groups
 
 _RECEIVE, _EXTERNAL, _INTERNAL = 0, 1, 2
 
@@ -120,10 +121,23 @@ def _check_fields(plan: Plan) -> None:
         raise PlanError(f"plan has {len(plan.nodes)} node numbers for {len(workers)} workers")
     if len(plan.clusters) not in (0, len(workers)):
         raise PlanError(f"plan has {len(plan.clusters)} cluster numbers for {len(workers)} workers")
+    if plan.groups is not None:
+        _check_groups(plan, plan.groups)
     if plan.clusters and len(set(zip(plan.nodes, plan.clusters, strict=True))) != len(set(plan.nodes)):
         raise PlanError("a node of the plan is in two clusters")
     if plan.rounds < 1 or plan.buffer_bytes < 1:
         raise PlanError(f"plan has {plan.rounds} rounds and a buffer of {plan.buffer_bytes} bytes; expected 1 or more")
+
+
+def _check_groups(plan: Plan, groups: Groups) -> None:
+    starts, rounds = groups.starts, groups.rounds
+    if starts.shape != rounds.shape or starts.ndim != 1 or bool(np.any(starts[1:] <= starts[:-1])):
+        raise PlanError("a plan's groups do not ascend, or have not one round each")
+    if len(rounds) and not 0 <= int(rounds.min()) <= int(rounds.max()) < plan.rounds:
+        raise PlanError(f"a group of ids has a round outside 0:{plan.rounds}")
+    first = min((int(route.runs.intervals[0, 0]) for route in plan.routes if route.runs), default=None)
+    if first is not None and (not len(starts) or first < int(starts[0])):
+        raise PlanError(f"id {first} is in no group of ids")
 
 
 def _check_hops(

@@ -3,7 +3,8 @@
 A plan is a list of *routes*. A route is a set of ids that share one way through the cluster: the worker that
 packs them and the hops they take, receive first, then external, then internal. Every route is cut into as many
 near-equal parts as there are rounds, and part k passes all its hops in round k, so that each round keeps every
-link as busy as every other round. A worker's moves follow from that:
+link as busy as every other round. (A plan with ``groups`` cuts routes at their edges instead.) A worker's moves follow
+from that:
 
 ::
 
@@ -26,7 +27,7 @@ import numpy as np
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import PlanError
 from transfer_exec.laws import check_structure
-from transfer_exec.schedule import Schedule
+from transfer_exec.schedule import GroupedSchedule, Groups, Schedule
 
 
 class Stage(Enum):
@@ -136,6 +137,8 @@ class Plan:
         The largest load over bandwidth of this plan, after rounding to elements.
     clusters
         Cluster number of every worker of ``holders + needers``; left out where there is one cluster.
+    groups
+        Ids that stay together and the round of each; by default every route is cut into equal parts.
     """
 
     space_digest: str
@@ -150,6 +153,7 @@ class Plan:
     optimum_s: float
     load_s: float
     clusters: tuple[int, ...] = ()
+    groups: Groups | None = None
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -160,21 +164,20 @@ class Plan:
         check_structure(self)
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Schedule | GroupedSchedule:
         """How the routes' elements are spread over the rounds."""
+        if self.groups is not None:
+            return GroupedSchedule.of([route.runs.intervals for route in self.routes], self.groups, self.rounds)
         return Schedule.of(np.array([route.runs.elements for route in self.routes], dtype=np.int64), self.rounds)
 
     def part(self, route: int, number: int) -> RunTable:
-        """The ids of one route that travel in round ``number``; consecutive ones, ascending with the round."""
-        first, last = self.schedule.span(route, number)
-        if first == last:
-            return RunTable.empty()
-        return self.routes[route].runs.slice(first, last)
+        """The ids of one route that travel in round ``number``; consecutive where nothing is kept together."""
+        parts = [self.routes[route].runs.slice(*span) for span in self.schedule.spans(route, number)]
+        return parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0] if parts else RunTable.empty()
 
     def part_elements(self, route: int, number: int) -> int:
         """Size of ``part(route, number)`` without making it."""
-        first, last = self.schedule.span(route, number)
-        return last - first
+        return sum(last - first for first, last in self.schedule.spans(route, number))
 
     def moves(self) -> Iterator[Move]:
         """Every move, by round, stage, source, target and element width; what gateways get before what they forward."""

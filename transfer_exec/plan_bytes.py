@@ -38,6 +38,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True):
     needers: tuple[str, ...]
     nodes: tuple[int, ...]
     clusters: tuple[int, ...]
+    groups: Packed | None
     rounds: int
     buffer_bytes: int
     lower_bound_s: float
@@ -90,6 +91,7 @@ def _plain(plan: Plan) -> bytes:
             plan.needers,
             plan.nodes,
             plan.clusters,
+            None if plan.groups is None else pack_table(np.stack([plan.groups.starts, plan.groups.rounds], axis=1)),
             plan.rounds,
             plan.buffer_bytes,
             plan.lower_bound_s,
@@ -105,6 +107,7 @@ def _plain(plan: Plan) -> bytes:
 
 def _rebuild(packed: _Plan) -> Plan:
     from transfer_exec.plan import Hop, Plan, Route, Stage
+    from transfer_exec.schedule import Groups
 
     workers = packed.holders + packed.needers
     budget = Budget(MAX_NUMBERS)
@@ -112,6 +115,7 @@ def _rebuild(packed: _Plan) -> Plan:
         _unpack(table, columns, budget) for table, columns in ((packed.routes, 4), (packed.runs, 4), (packed.hops, 3))
     )
     _check_rows(routes, runs, hops, len(workers))
+    groups = None if packed.groups is None else Groups(*_unpack(packed.groups, 2, budget).T)
     stages = list(Stage)
     steps = [Hop(stages[stage], workers[source], workers[target]) for stage, source, target in hops.tolist()]
     rows: list[Route] = []
@@ -137,6 +141,7 @@ def _rebuild(packed: _Plan) -> Plan:
         optimum_s=packed.optimum_s,
         load_s=packed.load_s,
         clusters=packed.clusters,
+        groups=groups,
     )
 
 

@@ -35,6 +35,7 @@ from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Route
 from transfer_exec.rounds import count_rounds, rounds_worth
 from transfer_exec.routes import make_routes
+from transfer_exec.together import Unit, group_rounds
 from transfer_exec.topology import Topology
 
 
@@ -45,6 +46,7 @@ def make_plan(
     buffer_bytes: int,
     round_overhead_s: float | None = None,
     depth: int = 2,
+    keep_together: Unit | None = None,
 ) -> Plan:
     """Plan one update of all needers.
 
@@ -61,6 +63,10 @@ def make_plan(
         (``rounds_worth``). By default as few as fit.
     depth
         Rounds under way at once, which that choice depends on.
+    keep_together
+        ``"tensor"`` keeps every checkpoint tensor in one round, a number so many rows of every matrix (``together``).
+        Rounds are then only as equal as these pieces allow, and there may be more of them. By default rounds cut
+        anywhere and are equal.
 
     Returns
     -------
@@ -72,7 +78,8 @@ def make_plan(
     UnheldError
         If somebody needs an element that nobody holds.
     BudgetError
-        If one element does not fit into ``buffer_bytes``, the overhead is negative or the depth below 1.
+        If one element, or what is kept together, does not fit into ``buffer_bytes``, the overhead is negative or the
+        depth below 1.
     TopologyError
         If a worker is in no node.
     """
@@ -83,13 +90,16 @@ def make_plan(
     routes = make_routes(correspondence, demands, division.shares, links)
     load_s = largest_load_s(routes, links)
     at_least = 1 if round_overhead_s is None else rounds_worth(load_s, round_overhead_s, depth)
+    groups, rounds = None, count_rounds(routes, buffer_bytes, at_least=at_least)
+    if keep_together is not None:
+        groups, rounds = group_rounds(routes, correspondence.space, keep_together, buffer_bytes, at_least=at_least)
     plan = Plan(
         space_digest=correspondence.space.digest(),
         holders=correspondence.holders,
         needers=correspondence.needers,
         nodes=links.node,
         routes=routes,
-        rounds=count_rounds(routes, buffer_bytes, at_least=at_least),
+        rounds=rounds,
         buffer_bytes=buffer_bytes,
         lower_bound_s=bound.seconds,
         bound_link=bound.link,
@@ -97,6 +107,7 @@ def make_plan(
         optimum_s=max(bound.seconds, min(division.optimum_s, load_s)),
         load_s=load_s,
         clusters=links.cluster if links.between else (),
+        groups=groups,
     )
     check_demand(plan, correspondence)
     return plan
@@ -111,3 +122,27 @@ def largest_load_s(routes: Sequence[Route], links: Links) -> float:
             for link in links.crossed(number[hop.source], number[hop.target]):
                 loads[link] += route.bytes
     return float((loads / links.bytes_per_s).max(initial=0.0))
+
+
+def round_load_over_average(plan: Plan, topology: Topology) -> float:
+    """The longest time of any link in any round, over that of the busiest link in an average round.
+
+    Equal rounds give 1, give or take an element a route; where pieces are kept together it says what that costs.
+    """
+    links = Links.of(topology, plan.holders, plan.needers)
+    number = {worker: position for position, worker in enumerate(links.workers)}
+    crossing: dict[tuple[int, int], int] = {}
+    for index, route in enumerate(plan.routes):
+        for hop in route.hops:
+            for link in links.crossed(number[hop.source], number[hop.target]):
+                crossing[link, index] = crossing.get((link, index), 0) + route.item_bytes
+    if not plan.load_s:
+        return 1.0
+    longest = 0.0
+    keys = np.array(list(crossing), dtype=np.int64)
+    weights = np.array(list(crossing.values()), dtype=np.float64) / links.bytes_per_s[keys[:, 0]]
+    for first in range(plan.rounds):
+        elements = plan.schedule.elements(first, first + 1)[:, 0]
+        times = np.bincount(keys[:, 0], weights * elements[keys[:, 1]])
+        longest = max(longest, float(times.max()))
+    return longest * plan.rounds / plan.load_s

@@ -165,7 +165,7 @@ class Regions:
     def _layout(self, region: Region) -> Layout:
         routes = np.array([member[-1] for member in sorted(self._members.get(region, ()))], dtype=np.int64)
         item_bytes = np.array([self.plan.routes[route].item_bytes for route in routes], dtype=np.int64)
-        sizes = _part_elements(self.plan, routes) * item_bytes[:, None]
+        sizes = self.plan.schedule.elements(0, self.plan.rounds, routes) * item_bytes[:, None]
         return Layout(routes, sizes, np.cumsum(sizes, axis=0) - sizes)
 
 
@@ -180,19 +180,19 @@ def part_intervals(plan: Plan, routes: Sequence[int] | IdArray) -> tuple[IdArray
     """
     spans, about = [np.empty((0, 2), dtype=np.int64)], [np.empty((0, 3), dtype=np.int64)]
     numbers = np.asarray(routes, dtype=np.int64)
-    for position, elements in enumerate(_part_elements(plan, numbers)):
+    for position, pieces in enumerate(plan.schedule.pieces(numbers)):
         whole = plan.routes[int(numbers[position])].runs.intervals
         lengths = whole[:, 1] - whole[:, 0]
         begins = np.cumsum(lengths) - lengths
-        cuts = np.cumsum(elements) - elements
+        cuts = pieces[:, 0]
         edges = np.union1d(begins, cuts)
-        edges = edges[edges < lengths.sum()]
-        number = np.searchsorted(cuts, edges, side="right") - 1
+        piece = np.searchsorted(cuts, edges, side="right") - 1
         inside = np.searchsorted(begins, edges, side="right") - 1
         starts = whole[inside, 0] + edges - begins[inside]
         stops = starts + np.diff(np.append(edges, lengths.sum()))
         spans.append(np.stack([starts, stops], axis=1))
-        about.append(np.stack([np.full(len(edges), position), number, edges - cuts[number]], axis=1))
+        rank = pieces[piece, 2] + edges - cuts[piece]
+        about.append(np.stack([np.full(len(edges), position), pieces[piece, 1], rank], axis=1))
     intervals, facts = np.concatenate(spans), np.concatenate(about)
     order = np.argsort(intervals[:, 0], kind="stable")
     return intervals[order], facts[order]
@@ -203,12 +203,3 @@ def _grouped(messages: Iterable[tuple[str, Message]]) -> dict[str, tuple[Message
     for worker, message in messages:
         groups.setdefault(worker, []).append(message)
     return {worker: tuple(group) for worker, group in groups.items()}
-
-
-def _part_elements(plan: Plan, routes: IdArray) -> IdArray:
-    """Elements of some routes' parts in every round; shape ``(routes, rounds)``."""
-    schedule = plan.schedule
-    numbers = np.arange(plan.rounds, dtype=np.int64)
-    late = (numbers[None, :] - schedule.offset[routes][:, None]) % plan.rounds
-    elements: IdArray = schedule.every[routes][:, None] + (late < schedule.extra[routes][:, None])
-    return elements

@@ -5,12 +5,20 @@ carry one more. Those m begin where the route before left off, so that over all 
 element at most; a route shorter than the number of rounds has q = 0 and spreads the same way.
 
 >>> plan = Schedule.of(np.array([7, 1, 4]), rounds=3)
->>> [[plan.span(route, number) for number in range(3)] for route in range(3)]
-[[(0, 3), (3, 5), (5, 7)], [(0, 0), (0, 1), (1, 1)], [(0, 1), (1, 2), (2, 4)]]
+>>> [[plan.spans(route, number) for number in range(3)] for route in range(3)]
+[[[(0, 3)], [(3, 5)], [(5, 7)]], [[], [(0, 1)], []], [[(0, 1)], [(1, 2)], [(2, 4)]]]
+
+Where ids stay together, each group of them has a round, and a route's part is what it carries of the round's groups:
+
+>>> groups = Groups(starts=np.array([1, 4, 6]), rounds=np.array([0, 1, 0]))
+>>> together = GroupedSchedule.of([np.array([[2, 7]])], groups, rounds=2)               # ids 2 3 | 4 5 | 6
+>>> [together.spans(0, number) for number in range(2)]
+[[(0, 2), (4, 5)], [(2, 4)]]
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +28,7 @@ from layout_algebra.dtypes import IdArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Spans of element ranks per route and round.
+    """Equal parts.
 
     Attributes
     ----------
@@ -45,20 +53,120 @@ class Schedule:
         every, extra = sizes // rounds, sizes % rounds
         return Schedule(rounds, every, extra, (np.cumsum(extra) - extra) % rounds)
 
-    def span(self, route: int, number: int) -> tuple[int, int]:
-        """Half-open range of the ranks of one route's ids that travel in one round."""
+    def elements(self, first: int, last: int, routes: IdArray | slice = slice(None)) -> IdArray:
+        """Elements of every route, or some, in rounds ``first:last``; shape ``(routes, last - first)``."""
+        late = (np.arange(first, last, dtype=np.int64)[None, :] - self.offset[routes][:, None]) % self.rounds
+        counted: IdArray = self.every[routes][:, None] + (late < self.extra[routes][:, None])
+        return counted
+
+    def spans(self, route: int, number: int) -> list[tuple[int, int]]:
+        """Half-open ranges of the ranks of one route's ids that travel in one round, ascending, none empty."""
         every, extra, offset = int(self.every[route]), int(self.extra[route]), int(self.offset[route])
         wrapped = max(offset + extra - self.rounds, 0)
 
         def before(limit: int) -> int:
             return every * limit + min(limit, wrapped) + min(max(limit - offset, 0), extra - wrapped)
 
-        return before(number), before(number + 1)
+        first, last = before(number), before(number + 1)
+        return [(first, last)] if first < last else []
 
-    def elements(self, first: int, last: int) -> IdArray:
-        """Elements of every route in rounds ``first:last``; shape ``(routes, last - first)``."""
-        numbers = np.arange(first, last, dtype=np.int64)
-        counted: IdArray = self.every[:, None] + (
-            (numbers[None, :] - self.offset[:, None]) % self.rounds < self.extra[:, None]
-        )
-        return counted
+    def pieces(self, routes: IdArray) -> Iterator[IdArray]:
+        """Where routes are cut: first rank, round, and rank in the round's part; shape ``(pieces, 3)``, by rank."""
+        for counted in self.elements(0, self.rounds, routes):
+            numbers = np.flatnonzero(counted)
+            yield np.stack([(np.cumsum(counted) - counted)[numbers], numbers, np.zeros_like(numbers)], axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Ids that travel in one round.
+
+    Attributes
+    ----------
+    starts
+        First id of every group, ascending; a group ends where the next begins. int64, shape ``(groups,)``.
+    rounds
+        Its round.
+    """
+
+    starts: IdArray
+    rounds: IdArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedSchedule:
+    """Parts that keep groups of ids together.
+
+    Attributes
+    ----------
+    rounds
+        At least 1.
+    table
+        First rank, round, and rank in the round's part of every piece, by route and rank; int64, shape ``(pieces, 3)``.
+    bounds
+        Where each route's pieces begin.
+    sizes
+        Elements of every piece.
+    """
+
+    rounds: int
+    table: IdArray
+    bounds: IdArray
+    sizes: IdArray
+
+    @staticmethod
+    def of(intervals: Sequence[IdArray], groups: Groups, rounds: int) -> GroupedSchedule:
+        """Cut routes with these intervals of ids; every id is in a group."""
+        tables, sizes = [np.empty((0, 3), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for mine in intervals:
+            group, rank, count = cut_by_groups(mine, groups.starts)
+            number = groups.rounds[group]
+            opens = np.ones(len(rank), dtype=bool)
+            opens[1:] = number[1:] != number[:-1]
+            heads = np.flatnonzero(opens)
+            number, rank, count = number[heads], rank[heads], np.add.reduceat(count, heads)
+            order = np.argsort(number, kind="stable")
+            before = np.cumsum(count[order]) - count[order]
+            begins = np.searchsorted(number[order], number[order])
+            inside = np.empty_like(count)
+            inside[order] = before - before[begins]
+            tables.append(np.stack([rank, number, inside], axis=1))
+            sizes.append(count)
+        bounds = np.cumsum([len(each) for each in tables])
+        return GroupedSchedule(rounds, np.concatenate(tables), bounds.astype(np.int64), np.concatenate(sizes))
+
+    def elements(self, first: int, last: int, routes: IdArray | slice = slice(None)) -> IdArray:
+        """As ``Schedule.elements``."""
+        chosen = np.arange(len(self.bounds) - 1)[routes]
+        out = np.zeros((len(chosen), last - first), dtype=np.int64)
+        for row, route in zip(out, chosen.tolist(), strict=True):
+            mine = slice(self.bounds[route], self.bounds[route + 1])
+            number = self.table[mine, 1]
+            inside = (number >= first) & (number < last)
+            np.add.at(row, number[inside] - first, self.sizes[mine][inside])
+        return out
+
+    def spans(self, route: int, number: int) -> list[tuple[int, int]]:
+        """As ``Schedule.spans``."""
+        mine = slice(self.bounds[route], self.bounds[route + 1])
+        here = self.table[mine, 1] == number
+        first = self.table[mine, 0][here]
+        return list(zip(first.tolist(), (first + self.sizes[mine][here]).tolist(), strict=True))
+
+    def pieces(self, routes: IdArray) -> Iterator[IdArray]:
+        """As ``Schedule.pieces``."""
+        for route in routes.tolist():
+            yield self.table[self.bounds[route] : self.bounds[route + 1]]
+
+
+def cut_by_groups(intervals: IdArray, starts: IdArray) -> tuple[IdArray, IdArray, IdArray]:
+    """Stretches of a sorted set of ids that lie in one group: group, rank of the first id, elements."""
+    lengths = intervals[:, 1] - intervals[:, 0]
+    begins = np.cumsum(lengths) - lengths
+    first = np.searchsorted(starts, intervals[:, 0], side="right") - 1
+    last = np.searchsorted(starts, intervals[:, 1] - 1, side="right") - 1
+    counts = last - first + 1
+    owner = np.repeat(np.arange(len(intervals)), counts)
+    group = first[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rank = begins[owner] + np.maximum(starts[group] - intervals[owner, 0], 0)
+    return group, rank, np.diff(np.append(rank, lengths.sum()))

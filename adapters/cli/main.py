@@ -109,6 +109,9 @@ def plan(
     programs: Annotated[
         int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")
     ] = None,
+    keep_together: Annotated[
+        str | None, typer.Option(help="What stays in one round: tensor, or so many rows of every matrix.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Plan an update without hardware: loads against the bound, rounds, sizes of programs, time and memory."""
@@ -123,6 +126,7 @@ def plan(
             depth=depth,
             round_overhead_s=round_overhead,
             sample=programs,
+            keep_together=keep_together,
             as_json=as_json,
         )
     except PlanCommandError as error:

@@ -16,6 +16,7 @@ from adapters.deployments import DeploymentError, UpdateSettings
 from layout_algebra.errors import LayoutError
 from transfer_exec.errors import TransferError
 from transfer_exec.planner import make_plan
+from transfer_exec.together import Unit
 
 __all__ = ["PlanCommandError", "run_plan", "run_simulate"]
 
@@ -33,6 +34,7 @@ def run_plan(
     depth: int | None,
     round_overhead_s: float | None,
     sample: int | None,
+    keep_together: str | None,
     as_json: bool,
 ) -> None:
     """Plan, compile all programs, print.
@@ -45,7 +47,7 @@ def run_plan(
     try:
         source = load_source(file, maps=maps, topology=topology)
         settings = _settings(source, buffer_bytes, depth, round_overhead_s)
-        _, report = report_plan(source, settings, sample=sample)
+        _, report = report_plan(source, settings, sample=sample, keep_together=_unit(keep_together))
     except (DeploymentError, TransferError, LayoutError) as error:
         raise PlanCommandError(f"transload plan: {error}") from error
     _print(report, as_json=as_json)
@@ -96,6 +98,16 @@ def _settings(
     )
 
 
+def _unit(text: str | None) -> Unit | None:
+    if text is None:
+        return None
+    if text == "tensor":
+        return "tensor"
+    if not text.isdigit() or int(text) < 1:
+        raise DeploymentError(f"--keep-together {text}: expected tensor, or a number of rows above zero")
+    return int(text)
+
+
 def _print(report: PlanReport | SimulationReport, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -114,9 +126,11 @@ def _plan_table(report: PlanReport) -> Table:
         "plan": f"{report.demand_classes} demand classes, {report.routes} routes, {report.rounds} rounds of at most "
         f"{report.buffer_bytes / 2**20:,.0f} MiB a worker",
         "bound": f"{report.bound_s * 1e3:,.2f} ms, {report.bound_link}",
-        "largest link load": f"{report.load_s * 1e3:,.2f} ms, {report.link_load_over_bound:.4f} of the bound",
+        "largest link load": f"{report.load_s * 1e3:,.2f} ms, {report.link_load_over_bound:.4f} of the bound, "
+        f"{report.load_s / (report.optimum_s or 1.0):.4f} of the program's optimum",
         "trainers send": f"{report.trainer_copies_sent:.4f} copies",
         "a node receives": f"at most {report.node_ingress_over_need:.4f} of what it needs",
+        "fullest round": f"{report.round_load_over_average:.4f} of an average round's largest link load",
         "programs": f"{report.programs} of {report.trainers + report.rollouts} compiled, "
         f"largest {report.program_bytes_max / 2**10:,.0f} KiB, together {report.program_bytes_sum / 2**20:,.1f} MiB",
         "seconds": f"maps {report.map_seconds:.2f}, correspondence {report.correspond_seconds:.2f}, "

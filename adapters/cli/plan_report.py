@@ -17,9 +17,10 @@ from transfer_exec.compiler import compile_from_regions
 from transfer_exec.demand import place_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Stage
-from transfer_exec.planner import make_plan
+from transfer_exec.planner import make_plan, round_load_over_average
 from transfer_exec.regions import Regions
 from transfer_exec.simulate import Timeline, simulate
+from transfer_exec.together import Unit
 
 __all__ = ["PlanReport", "SimulationReport", "peak_rss_bytes", "report_plan", "report_simulation"]
 
@@ -46,6 +47,8 @@ class PlanReport(msgspec.Struct, frozen=True):
         What trainers send over the network, over one copy of what some node needs and lacks; 1 is exactly one copy.
     node_ingress_over_need
         The largest, over nodes, of what a node receives over the network over what it needs and lacks.
+    round_load_over_average
+        The longest time of any link in any round, over that of the busiest link in an average round.
     map_seconds, correspond_seconds, plan_seconds, program_seconds
         Declaring or reading maps; intersecting them; the plan; the programs of all workers that were compiled.
     programs, program_bytes_max, program_bytes_sum
@@ -70,6 +73,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     link_load_over_bound: float
     trainer_copies_sent: float
     node_ingress_over_need: float
+    round_load_over_average: float
     map_seconds: float
     correspond_seconds: float
     plan_seconds: float
@@ -118,7 +122,9 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def report_plan(source: Source, settings: UpdateSettings, *, sample: int | None = None) -> tuple[Plan, PlanReport]:
+def report_plan(
+    source: Source, settings: UpdateSettings, *, sample: int | None = None, keep_together: Unit | None = None
+) -> tuple[Plan, PlanReport]:
     """Make a plan and the programs of its workers.
 
     Parameters
@@ -128,6 +134,8 @@ def report_plan(source: Source, settings: UpdateSettings, *, sample: int | None 
     sample
         Compile the programs of about this many workers only, evenly spread. By default those of all up to 64 workers,
         and of four in a larger cluster.
+    keep_together
+        As `make_plan`.
 
     Raises
     ------
@@ -141,6 +149,7 @@ def report_plan(source: Source, settings: UpdateSettings, *, sample: int | None 
         buffer_bytes=settings.buffer_bytes,
         round_overhead_s=settings.round_overhead_s,
         depth=settings.depth,
+        keep_together=keep_together,
     )
     planned = time.perf_counter()
     sizes = program_sizes(plan, source, sample=sample)
@@ -163,6 +172,7 @@ def report_plan(source: Source, settings: UpdateSettings, *, sample: int | None 
         link_load_over_bound=plan.load_s / plan.lower_bound_s if plan.lower_bound_s else 1.0,
         trainer_copies_sent=sent / needed if needed else 1.0,
         node_ingress_over_need=ingress,
+        round_load_over_average=round_load_over_average(plan, source.topology),
         map_seconds=source.maps_s,
         correspond_seconds=source.correspond_s,
         plan_seconds=planned - started,

@@ -40,6 +40,18 @@ def test_plan_as_json() -> None:
     assert smaller["programs"] == 1
 
 
+def test_keeping_pieces_together() -> None:
+    apart = json.loads(run("plan", FIGURE, "--json", "--programs", 1))
+    for unit in ("tensor", 64):
+        found = json.loads(run("plan", FIGURE, "--json", "--programs", 1, "--keep-together", unit))
+        assert found["rounds"] >= apart["rounds"]
+        assert found["load_s"] == apart["load_s"]
+        assert found["round_load_over_average"] >= 1.0
+    assert apart["round_load_over_average"] == pytest.approx(1.0, abs=0.05)
+    assert "one buffer of" in run("plan", FIGURE, "--buffer", 1024, "--keep-together", "tensor", code=2)
+    assert "--keep-together layer: expected tensor" in run("plan", FIGURE, "--keep-together", "layer", code=2)
+
+
 def test_simulate_as_json_with_baselines() -> None:
     found = json.loads(run("simulate", FIGURE, "--json", "--compare", "--round-overhead", 0, "--depth", 3))
     assert found.keys() >= SIMULATION_KEYS
