@@ -18,8 +18,7 @@ from adapters.steps import TRAINERS, Results, Steps
 from adapters.verification import cells_of
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
-from transfer_exec.compiler import compile_from_regions
-from transfer_exec.regions import Regions
+from transfer_exec.compiler import Compiler
 from transfer_exec.topology import Topology
 
 __all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations", "is_complete"]
@@ -181,10 +180,10 @@ class Fleet:
 
 def compile_bindings(connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
     """Every worker's program, what it must digest, and whom it writes to."""
-    regions = Regions(connection.plan)
+    compiler = Compiler(connection.plan)
     out = {}
     for worker, source_map in connection.maps.items():
-        program = compile_from_regions(regions, worker, source_map)
+        program = compiler.program(worker, source_map)
         cells = cells_of(connection.correspondence, worker) if verify == "digest" else ()
         out[worker] = Binding(Bind(program.to_bytes(), transport, cells), program.peers)
     return out

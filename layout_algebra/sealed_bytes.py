@@ -59,7 +59,7 @@ class Budget:
 
 def seal(magic: bytes, plain: bytes) -> bytes:
     """Compress and put behind magic and digest."""
-    body = zlib.compress(plain, 9)
+    body = zlib.compress(plain)
     return magic + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
 
 

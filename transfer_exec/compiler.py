@@ -23,15 +23,11 @@ from __future__ import annotations
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.errors import UnsupportedDtypeError
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
-from layout_algebra.space import CheckpointSpace
-from layout_algebra.strips import StripTable
-from transfer_exec.conversions import code_of
-from transfer_exec.descriptors import DescriptorTable, descriptor_tables
+from transfer_exec.descriptors import buffers_of
 from transfer_exec.errors import ProgramError
-from transfer_exec.gather import Column, GatherTable, Sources, gather_table
+from transfer_exec.gather import Column
 from transfer_exec.plan import Plan, Stage
 from transfer_exec.program import (
     Assemble,
@@ -44,9 +40,11 @@ from transfer_exec.program import (
     Release,
     Write,
 )
-from transfer_exec.regions import Buffer, Layout, Message, Region, Regions
+from transfer_exec.regions import Buffer, Layout, Letter, Region, Regions
+from transfer_exec.route_runs import RouteRuns
+from transfer_exec.templates import holder_templates, needer_templates, tensors_of
 
-_STAGE_BUFFERS = (Buffer.RECEIVE, Buffer.EXTERNAL, Buffer.INTERNAL)
+_NO_ROWS = np.empty((0, len(Column)), dtype=np.int64)
 
 
 def compile_program(plan: Plan, worker: str, source_map: SourceMap) -> Program:
@@ -73,211 +71,179 @@ def compile_program(plan: Plan, worker: str, source_map: SourceMap) -> Program:
         send, a needer does not get what its map needs, a buffer would exceed the plan's budget, or a conversion
         is not defined.
     """
-    return compile_from_regions(Regions(plan), worker, source_map)
+    return Compiler(plan).program(worker, source_map)
 
 
-def compile_from_regions(regions: Regions, worker: str, source_map: SourceMap) -> Program:
-    """`compile_program` for several workers of one plan, whose regions are made once."""
-    plan = regions.plan
-    if worker not in plan.workers:
-        raise ProgramError(f"{worker} is not a worker of the plan; it has {', '.join(plan.workers)}")
-    if plan.space_digest != source_map.space.digest():
-        raise ProgramError(
-            f"{worker}: its map is of checkpoint {source_map.space.digest()}, the plan of {plan.space_digest}; "
-            "discover and plan with one checkpoint folder"
+class Compiler:
+    """The programs of one plan; what several workers have in common is looked at once.
+
+    Parameters
+    ----------
+    plan
+        The whole plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._regions = Regions(plan)
+        self._runs: RouteRuns | None = None
+        self._needers: dict[str, IdArray | None] = {}
+        self._tensors: dict[str, tuple[ProgramTensor, ...]] = {}
+
+    def program(self, worker: str, source_map: SourceMap) -> Program:
+        """One worker's program; raises as `compile_program`."""
+        plan = self._plan
+        if worker not in plan.workers:
+            raise ProgramError(f"{worker} is not a worker of the plan; it has {', '.join(plan.workers)}")
+        if plan.space_digest != source_map.space.digest():
+            raise ProgramError(
+                f"{worker}: its map is of checkpoint {source_map.space.digest()}, the plan of {plan.space_digest}; "
+                "discover and plan with one checkpoint folder"
+            )
+        pack, receive, external, internal = (self._regions.layout(Region(worker, buffer)) for buffer in Buffer)
+        layouts = (pack, receive, external, internal)
+        _check_budget(plan, worker, layouts)
+        if self._runs is None:
+            self._runs = RouteRuns.of(plan, source_map.space)
+        key = source_map.digest()
+        if key not in self._tensors:
+            self._tensors[key] = tensors_of(source_map)
+        tensors = self._tensors[key]
+        packed = self._packed(worker, source_map, layouts)
+        assembled = self._assembled(worker, source_map, layouts)
+        _check_codes(worker, tensors, packed, assembled)
+        tensors, packed, assembled = _used_only(tensors, packed, assembled)
+        letters = self._regions.letters(worker)
+        return Program(
+            worker=worker,
+            plan_digest=plan.digest(),
+            map_digest=source_map.digest(),
+            rounds=plan.rounds,
+            flags=len(self._regions.incoming(worker)) + len({p.release for p in self._regions.outgoing(worker)}),
+            instructions=_instructions(self._regions, worker, layouts, letters, assembles=len(assembled) > 0),
+            tensors=tensors,
+            layouts=layouts,
+            letters=letters,
+            pack_templates=packed,
+            assemble_templates=assembled,
         )
-    layouts = {buffer: regions.layout(Region(worker, buffer)) for buffer in Buffer}
-    _check_budget(plan, worker, layouts)
-    received = [(buffer, layouts[buffer]) for buffer in _STAGE_BUFFERS if len(layouts[buffer].routes)]
-    packed = layouts[Buffer.PACK].routes
-    _check_widths(plan, source_map.space, worker, layouts)
-    _check_held(plan, source_map, worker, packed)
-    if worker in plan.needers:
-        _check_served(plan, source_map, worker, received)
-    tensors = _tensors(source_map)
-    pack = gather_table(plan, _holder_sources(source_map, tensors), [(Buffer.PACK, layouts[Buffer.PACK])])
-    assemble = gather_table(plan, _needer_sources(source_map, tensors), received)
-    _check_codes(worker, tensors, pack, assemble)
-    tensors, pack, assemble = _used_only(tensors, pack, assemble)
-    instructions, descriptors = _instructions(regions, worker, assembles=len(assemble.rows) > 0)
-    return Program(
-        worker=worker,
-        plan_digest=plan.digest(),
-        map_digest=source_map.digest(),
-        rounds=plan.rounds,
-        buffer_sizes=(
-            layouts[Buffer.PACK].size_bytes,
-            layouts[Buffer.RECEIVE].size_bytes,
-            layouts[Buffer.EXTERNAL].size_bytes,
-            layouts[Buffer.INTERNAL].size_bytes,
-        ),
-        flags=len(regions.incoming(worker)) + len(regions.targets(worker)),
-        instructions=instructions,
-        tensors=tensors,
-        descriptors=descriptors,
-        pack=pack,
-        assemble=assemble,
-        arriving=np.stack([layouts[buffer].sizes.sum(axis=0) for buffer in _STAGE_BUFFERS]),
-    )
+
+    def _packed(self, worker: str, source_map: SourceMap, layouts: tuple[Layout, ...]) -> IdArray:
+        assert self._runs is not None
+        routes = layouts[Buffer.PACK.value].routes
+        if not len(routes):
+            return _NO_ROWS
+        rows = holder_templates(source_map, self._runs, self._runs.load_of_route[routes])
+        if rows is None:
+            raise _not_held(self._plan, source_map, worker, routes)
+        return _with_parts(rows, self._runs.load_of_route, layouts)
+
+    def _assembled(self, worker: str, source_map: SourceMap, layouts: tuple[Layout, ...]) -> IdArray:
+        assert self._runs is not None
+        if worker not in self._plan.needers:
+            return _NO_ROWS
+        key = source_map.digest()
+        if key not in self._needers:
+            self._needers[key] = needer_templates(source_map, self._runs)
+        rows = self._needers[key]
+        if rows is not None:
+            rows = _with_parts(rows, self._runs.load_of_route, layouts)
+        if rows is None or (len(rows) and int(rows[:, Column.BUFFER].min()) < 0):
+            raise _not_served(self._plan, source_map, worker, layouts)
+        return rows
+
+
+def _with_parts(rows: IdArray, load_of_route: IdArray, layouts: tuple[Layout, ...]) -> IdArray:
+    """Templates of loads as templates of parts, -1 for loads that do not come to the worker."""
+    part = np.full(int(load_of_route.max(initial=-1)) + 1, -1, dtype=np.int64)
+    routes = np.concatenate([layout.routes for layout in layouts])
+    part[load_of_route[routes]] = np.arange(len(routes))
+    out = rows.copy()
+    out[:, Column.BUFFER] = part[rows[:, Column.BUFFER]]
+    return out[np.lexsort((out[:, Column.OFFSET], out[:, Column.BUFFER]))]
 
 
 def _instructions(
-    regions: Regions, worker: str, *, assembles: bool
-) -> tuple[tuple[Instruction, ...], tuple[DescriptorTable, ...]]:
+    regions: Regions,
+    worker: str,
+    layouts: tuple[Layout, ...],
+    letters: tuple[Letter, ...],
+    *,
+    assembles: bool,
+) -> tuple[Instruction, ...]:
     """A round: per stage and leg first write what is there, then wait for what comes; then assemble and release."""
     steps: list[Instruction] = []
-    tables: list[DescriptorTable] = []
-    incoming = regions.incoming(worker)
-    outgoing = regions.outgoing(worker)
-    targets = regions.targets(worker)
-    if any(buffer is Buffer.PACK for message in outgoing for buffer, _ in regions.origins(message)):
+    incoming, outgoing = regions.incoming(worker), regions.outgoing(worker)
+    buffers = [buffers_of(letter, layouts) for letter in letters]
+    if any(Buffer.PACK in each for each in buffers):
         steps.append(Pack())
+    tables = 0
     for stage, leg in ((stage, leg) for stage in Stage for leg in (0, 1)):
-        for message in outgoing:
-            if (message.stage, message.leg) == (stage, leg):
-                made = descriptor_tables(regions, message)
-                release = len(incoming) + targets.index(message.target)
-                flag = regions.incoming(message.target).index(message)
-                numbers = tuple(range(len(tables), len(tables) + len(made)))
-                kind = Write if all(table.buffer is Buffer.PACK for table in made) else Exchange
-                steps.append(kind(stage, message.target, flag, release, numbers))
-                tables.extend(made)
-        arriving = [
-            (message.source, flag)
-            for flag, message in enumerate(incoming)
-            if (message.stage, message.leg) == (stage, leg)
-        ]
+        for (message, flag, release), read in zip(outgoing, buffers, strict=True):
+            if message.stage is stage and message.leg == leg:
+                kind = Write if read == [Buffer.PACK] else Exchange
+                steps.append(kind(stage, message.target, flag, release, tuple(range(tables, tables + len(read)))))
+                tables += len(read)
+        arriving = [(m.source, flag) for m, flag, _ in incoming if m.stage is stage and m.leg == leg]
         if arriving:
             steps.append(Await(stage, tuple(name for name, _ in arriving), tuple(flag for _, flag in arriving)))
     if assembles:
         steps.append(Assemble())
     if incoming:
-        steps.append(_release(regions, worker, incoming))
-    return tuple(steps), tuple(tables)
-
-
-def _release(regions: Regions, worker: str, incoming: tuple[Message, ...]) -> Release:
-    sources = tuple(dict.fromkeys(message.source for message in incoming))
-    flags = [len(regions.incoming(source)) + regions.targets(source).index(worker) for source in sources]
-    return Release(sources, tuple(flags))
-
-
-def _tensors(source_map: SourceMap) -> tuple[ProgramTensor, ...]:
-    parameters = [ProgramTensor(n, source_map.shape(n), source_map.dtype(n)) for n in source_map.parameters]
-    specs = [source_map.space.spec(name) for name in source_map.staged_tensors()]
-    return (*parameters, *(ProgramTensor(spec.name, spec.shape, spec.dtype, staged=True) for spec in specs))
-
-
-def _holder_sources(source_map: SourceMap, tensors: tuple[ProgramTensor, ...]) -> Sources:
-    return _sources(source_map.space, source_map.strips.disjoint(), tensors, packing=True)
-
-
-def _needer_sources(source_map: SourceMap, tensors: tuple[ProgramTensor, ...]) -> Sources:
-    rows = [source_map.strips.rows]
-    first = len(source_map.parameters)
-    for position, name in enumerate(source_map.staged_tensors()):
-        start, stop = source_map.space.id_range(name)
-        if stop > start:
-            rows.append(np.array([[start, stop - start, first + position, 0, 1]], dtype=np.int64))
-    return _sources(source_map.space, StripTable(np.concatenate(rows)), tensors, packing=False)
-
-
-def _sources(
-    space: CheckpointSpace, strips: StripTable, tensors: tuple[ProgramTensor, ...], *, packing: bool
-) -> Sources:
-    dtypes = list(dict.fromkeys(spec.dtype for spec in space.specs))
-    number = np.array([dtypes.index(spec.dtype) for spec in space.specs], dtype=np.int64)
-    filled = np.flatnonzero(np.diff(space.starts) > 0)
-    opens = np.ones(len(filled), dtype=bool)
-    opens[1:] = number[filled][1:] != number[filled][:-1]
-    edges = filled[opens]
-    codes = np.full((len(tensors), len(dtypes)), -1, dtype=np.int64)
-    for row, tensor in zip(codes, tensors, strict=True):
-        for column, dtype in enumerate(dtypes):
-            pair = (tensor.dtype, dtype) if packing else (dtype, tensor.dtype)
-            row[column] = _code_or_none(*pair)
-    bits = {spec.dtype: spec.element_type.bits for spec in space.specs}
-    wire_bytes = np.array([bits[dtype] // 8 for dtype in dtypes], dtype=np.int64)
-    return Sources(strips, space.starts[edges], number[edges], codes, wire_bytes)
-
-
-def _code_or_none(source: str, target: str) -> int:
-    try:
-        return code_of(source, target)
-    except (ProgramError, UnsupportedDtypeError):
-        return -1
+        sources = {message.source: release for message, _, release in incoming}
+        steps.append(Release(tuple(sources), tuple(sources.values())))
+    return tuple(steps)
 
 
 def _used_only(
-    tensors: tuple[ProgramTensor, ...], pack: GatherTable, assemble: GatherTable
-) -> tuple[tuple[ProgramTensor, ...], GatherTable, GatherTable]:
+    tensors: tuple[ProgramTensor, ...], *tables: IdArray
+) -> tuple[tuple[ProgramTensor, ...], IdArray, IdArray]:
     """Drop parameters without traffic; staged tensors stay, empty ones too, since a loader may ask for them."""
     used = np.array([tensor.staged for tensor in tensors], dtype=bool)
-    for table in (pack, assemble):
-        used[table.rows[:, Column.TENSOR]] = True
+    for table in tables:
+        used[table[:, Column.TENSOR]] = True
     number = np.cumsum(used) - 1
-    out = []
-    for table in (pack, assemble):
-        rows = table.rows.copy()
-        rows[:, Column.TENSOR] = number[rows[:, Column.TENSOR]]
-        out.append(GatherTable(rows, table.bounds))
-    return tuple(tensor for tensor, keep in zip(tensors, used, strict=True) if keep), out[0], out[1]
+    packed, assembled = (table.copy() for table in tables)
+    for table in (packed, assembled):
+        table[:, Column.TENSOR] = number[table[:, Column.TENSOR]]
+    return tuple(tensor for tensor, keep in zip(tensors, used, strict=True) if keep), packed, assembled
 
 
-def _check_budget(plan: Plan, worker: str, layouts: dict[Buffer, Layout]) -> None:
-    for buffer, layout in layouts.items():
+def _check_budget(plan: Plan, worker: str, layouts: tuple[Layout, ...]) -> None:
+    for buffer, layout in zip(Buffer, layouts, strict=True):
         if layout.size_bytes > plan.buffer_bytes:
-            fullest = int(layout.sizes.sum(axis=0).argmax())
+            fullest = int(layout.bytes_of_rounds.argmax())
             raise ProgramError(
                 f"{worker}: round {fullest} puts {layout.size_bytes} bytes into the {buffer.name} buffer, "
                 f"the plan allows {plan.buffer_bytes}; plan again"
             )
 
 
-def _check_widths(plan: Plan, space: CheckpointSpace, worker: str, layouts: dict[Buffer, Layout]) -> None:
-    """Every route's element width is that of the tensors its ids belong to."""
-    for layout in layouts.values():
-        for route in layout.routes.tolist():
-            intervals, width = plan.routes[route].runs.intervals, plan.routes[route].item_bytes
-            if int(intervals[-1, 1]) > space.total_elements + 1 or int(intervals[0, 0]) < 1:
-                raise ProgramError(f"{worker}: route {route} names ids past {space.total_elements}; plan again")
-            first = np.searchsorted(space.starts, intervals[:, 0], side="right") - 1
-            last = np.searchsorted(space.starts, intervals[:, 1] - 1, side="right") - 1
-            wrong = np.zeros(len(space) + 1, dtype=np.int64)
-            wrong[1:] = np.cumsum((space.item_bits != 8 * width) & (np.diff(space.starts) > 0))
-            bad = np.flatnonzero(wrong[last + 1] > wrong[first])
-            if len(bad):
-                where = space.describe_ids(*intervals[bad[0]].tolist())
-                raise ProgramError(f"{worker}: route {route} moves {where} as {width} bytes an element; plan again")
-
-
-def _check_held(plan: Plan, source_map: SourceMap, worker: str, routes: IdArray) -> None:
+def _not_held(plan: Plan, source_map: SourceMap, worker: str, routes: IdArray) -> ProgramError:
     sent = RunTable.empty().union(*(plan.routes[route].runs for route in routes.tolist()))
     missing = sent.subtract(source_map.held())
-    if missing:
-        start, stop = missing.intervals[0].tolist()
-        raise ProgramError(
-            f"{worker}: the plan has it send {source_map.space.describe_ids(start, stop)}, which its map does not "
-            f"hold ({missing.elements} of {sent.elements} elements); compile with the map the plan was made with"
-        )
+    start, stop = missing.intervals[0].tolist()
+    return ProgramError(
+        f"{worker}: the plan has it send {source_map.space.describe_ids(start, stop)}, which its map does not "
+        f"hold ({missing.elements} of {sent.elements} elements); compile with the map the plan was made with"
+    )
 
 
-def _check_served(plan: Plan, source_map: SourceMap, worker: str, received: list[tuple[Buffer, Layout]]) -> None:
-    arriving = [plan.routes[route].runs for _, layout in received for route in layout.routes.tolist()]
+def _not_served(plan: Plan, source_map: SourceMap, worker: str, layouts: tuple[Layout, ...]) -> ProgramError:
+    arriving = [plan.routes[route].runs for layout in layouts[1:] for route in layout.routes.tolist()]
     missing = source_map.needed().subtract(RunTable.empty().union(*arriving))
-    if missing:
-        start, stop = missing.intervals[0].tolist()
-        raise ProgramError(
-            f"{worker}: its map needs {source_map.space.describe_ids(start, stop)}, which the plan does not bring "
-            f"({missing.elements} elements); compile with the map the plan was made with"
-        )
+    start, stop = missing.intervals[0].tolist()
+    return ProgramError(
+        f"{worker}: its map needs {source_map.space.describe_ids(start, stop)}, which the plan does not bring "
+        f"({missing.elements} elements); compile with the map the plan was made with"
+    )
 
 
-def _check_codes(worker: str, tensors: tuple[ProgramTensor, ...], pack: GatherTable, assemble: GatherTable) -> None:
+def _check_codes(worker: str, tensors: tuple[ProgramTensor, ...], pack: IdArray, assemble: IdArray) -> None:
     for table, verb in ((pack, "sent from"), (assemble, "assembled into")):
-        bad = np.flatnonzero(table.rows[:, Column.CODE] < 0)
+        bad = np.flatnonzero(table[:, Column.CODE] < 0)
         if len(bad):
-            tensor = tensors[int(table.rows[bad[0], Column.TENSOR])]
+            tensor = tensors[int(table[bad[0], Column.TENSOR])]
             raise ProgramError(
                 f"{tensor.name} on {worker} is {tensor.dtype}: a checkpoint tensor of another dtype is {verb} it, "
                 "and no conversion between the two is defined"

@@ -7,13 +7,14 @@ no repacking.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
-from transfer_exec.regions import Buffer, Layout, Message, Region, Regions
+from transfer_exec.regions import Buffer, Layout, Letter
 
 DescriptorRows = npt.NDArray[np.uint64]
 """Shape ``(n, 3)``: source offset, destination offset, bytes."""
@@ -46,23 +47,46 @@ class DescriptorTable:
         return int(self.of_round(number)[:, 2].sum())
 
 
-def descriptor_tables(regions: Regions, message: Message) -> tuple[DescriptorTable, ...]:
-    """The tables of one message: one for every buffer of its source that it is read from."""
-    target = regions.layout(Region(message.target, Buffer.of_stage(message.stage)))
-    out = []
-    for buffer, routes in regions.origins(message):
-        source = regions.layout(Region(message.source, buffer))
-        out.append(_table(buffer, source, target, routes))
-    return tuple(out)
+def buffers_of(letter: Letter, layouts: Sequence[Layout]) -> list[Buffer]:
+    """The buffers that a letter is read from."""
+    ends = np.cumsum([len(layout.routes) for layout in layouts])
+    return [Buffer(value) for value in np.unique(np.searchsorted(ends, letter.parts, side="right")).tolist()]
 
 
-def _table(buffer: Buffer, source: Layout, target: Layout, routes: IdArray) -> DescriptorTable:
-    rows_there = np.sort(target.rows_of(routes))
-    rows_here = source.rows_of(target.routes[rows_there])
-    sizes = target.sizes[rows_there].T
-    rounds = len(sizes)
-    flat = np.stack([source.offsets[rows_here].T, target.offsets[rows_there].T, sizes], axis=2).reshape(-1, 3)
-    number = np.repeat(np.arange(rounds), len(routes))
+def descriptor_tables(letter: Letter, layouts: Sequence[Layout]) -> tuple[DescriptorTable, ...]:
+    """The tables of one message, one for every buffer that it is read from.
+
+    Parameters
+    ----------
+    letter
+        The message.
+    layouts
+        Of its source's four buffers.
+    """
+    ends = np.cumsum([len(layout.routes) for layout in layouts])
+    buffer = np.searchsorted(ends, letter.parts, side="right")
+    item_bytes = np.concatenate([layout.item_bytes for layout in layouts])[letter.parts]
+    block = np.concatenate([[0], np.cumsum(item_bytes[1:] != item_bytes[:-1])]).astype(np.int64)
+    sizes = np.empty((len(letter.parts), letter.begins.shape[1]), dtype=np.int64)
+    offsets = np.empty_like(sizes)
+    for value in np.unique(buffer).tolist():
+        here = buffer == value
+        rows = letter.parts[here] - (ends[value] - len(layouts[value].routes))
+        sizes[here], offsets[here] = layouts[value].sizes[rows], layouts[value].offsets[rows]
+    before = np.cumsum(sizes, axis=0) - sizes
+    heads = np.searchsorted(block, np.arange(len(letter.begins)))
+    places = letter.begins[block] + before - before[heads][block]
+    return tuple(
+        _table(Buffer(value), *(table[buffer == value].T for table in (offsets, places, sizes)))
+        for value in np.unique(buffer).tolist()
+    )
+
+
+def _table(buffer: Buffer, offsets: IdArray, places: IdArray, sizes: IdArray) -> DescriptorTable:
+    """Descriptors of shape ``(rounds, parts)``, neighbours joined and empty ones left out."""
+    rounds, parts = sizes.shape
+    flat = np.stack([offsets, places, sizes], axis=2).reshape(-1, 3)
+    number = np.repeat(np.arange(rounds), parts)
     kept = flat[:, 2] > 0
     flat, number = flat[kept], number[kept]
     joins = np.zeros(len(flat), dtype=bool)

@@ -9,8 +9,9 @@ elements, assembling writes them. A transposed matrix of any size is one row:
     tensor[4, 3], its transpose in the buffer, 2 bytes an element
     index 0, offset 0, length 3, index_stride 1, offset_stride 8, count 4, index_step 3, offset_step 2
 
-Tables come from strips (ids that stand at evenly spaced indices of one tensor), cut by route and round, then folded:
-pieces that continue each other are joined, and regular progressions of equal pieces become one row.
+A program has such rows once for all rounds, as *templates*: the offset of a template counts elements among the ids of
+its route. A round has a window of those ids, so it takes a part of one line of a template, whole lines and a part of
+another, however many lines there are.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.strips import StripTable
-from transfer_exec.plan import Plan
-from transfer_exec.regions import Buffer, Layout, part_intervals
+from layout_algebra.runs import expand_ranges
+from transfer_exec.grids import cut_grids
+from transfer_exec.parts import pieces_of
+from transfer_exec.regions import Layout
 
 
 class Column(IntEnum):
-    """Columns of a gather table."""
+    """Columns of a gather table. In a template BUFFER is a part, and offsets count elements of the part's route."""
 
     TENSOR = 0
     BUFFER = 1
@@ -42,6 +44,12 @@ class Column(IntEnum):
     OFFSET_STEP = 8
     INDEX = 9
     OFFSET = 10
+
+
+_INDEX_AXES = (Column.LENGTH, Column.INDEX_STRIDE, Column.OFFSET_STRIDE)
+_STEP_AXES = (Column.COUNT, Column.INDEX_STEP, Column.OFFSET_STEP)
+_LIKE = (Column.TENSOR, Column.BUFFER, Column.CODE, Column.INDEX_STRIDE, Column.OFFSET_STRIDE)
+_WINDOW = (Column.OFFSET, Column.LENGTH, Column.OFFSET_STRIDE, Column.COUNT, Column.OFFSET_STEP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,98 +72,97 @@ class GatherTable:
         return self.rows[self.bounds[number] : self.bounds[number + 1]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """What the ids of a checkpoint are, for a table of one worker.
-
-    Attributes
-    ----------
-    strips
-        Where ids live; parameter numbers are positions among the worker's tensors.
-    edges
-        First ids of stretches of one wire dtype, ascending.
-    dtype_of_edge
-        The dtype's number of every stretch.
-    codes
-        Conversion by tensor and dtype number; -1 where there is none. Shape ``(tensors, dtypes)``.
-    wire_bytes
-        Bytes of an element in the buffer, by dtype number.
-    """
-
-    strips: StripTable
-    edges: IdArray
-    dtype_of_edge: IdArray
-    codes: IdArray
-    wire_bytes: IdArray
-
-
-def gather_table(plan: Plan, sources: Sources, buffers: Sequence[tuple[Buffer, Layout]]) -> GatherTable:
-    """The table of everything that a worker's strips have in common with the routes that pass its buffers.
+def cut_by_round(templates: IdArray, layouts: Sequence[Layout]) -> GatherTable:
+    """The rows of every round.
 
     Parameters
     ----------
-    plan
-        Where the routes' ids and rounds are.
-    sources
-        The worker's tensors.
-    buffers
-        Buffers to read or fill, and what stands where in them.
+    templates
+        Shape ``(n, 11)``; lines one behind the other, as ``make_templates`` gives them.
+    layouts
+        Of the worker's four buffers; parts are counted through in the order of `Buffer`.
+    """
+    counts = [len(layout.routes) for layout in layouts]
+    spread = [pieces_of(layout.schedule) for layout in layouts]
+    whose, low, size, number, inside = np.concatenate(spread, axis=1)
+    whose += np.repeat(np.cumsum(counts) - counts, [each.shape[1] for each in spread])
+    # All parts' ids on one line, so that one search finds the pieces that each template reaches.
+    elements = np.zeros(sum(counts), dtype=np.int64)
+    np.add.at(elements, whose, size)
+    line = np.cumsum(elements) - elements
+    last_rank = templates[:, Column.OFFSET].copy()
+    for extent, _, step in (_INDEX_AXES, _STEP_AXES):
+        last_rank += (templates[:, extent] - 1) * templates[:, step]
+    begin = line[templates[:, Column.BUFFER]]
+    first, last = (
+        np.searchsorted(line[whose] + low, begin + rank, side="right") - 1
+        for rank in (templates[:, Column.OFFSET], last_rank)
+    )
+    of = np.repeat(np.arange(len(templates)), last - first + 1)
+    piece = expand_ranges(first, last - first + 1)
+    blocks = cut_grids(templates[of][:, _WINDOW], low[piece], (low + size)[piece])
+    blocks = blocks[np.argsort(number[piece[blocks[:, 0]]], kind="stable")]
+    owner, line_of, lines, column, columns = blocks.T
+    rows, piece = templates[of[owner]], piece[owner]
+    part = rows[:, Column.BUFFER].copy()
+    rows[:, Column.LENGTH], rows[:, Column.COUNT] = columns, lines
+    rows[:, Column.INDEX] += line_of * rows[:, Column.INDEX_STEP] + column * rows[:, Column.INDEX_STRIDE]
+    rows[:, Column.OFFSET] += line_of * rows[:, Column.OFFSET_STEP] + column * rows[:, Column.OFFSET_STRIDE]
+    rows[:, Column.OFFSET] += (inside - low)[piece]
+    width = np.concatenate([layout.item_bytes for layout in layouts])[part]
+    for field in (Column.OFFSET, Column.OFFSET_STRIDE, Column.OFFSET_STEP):
+        rows[:, field] *= width
+    rows[:, Column.OFFSET] += np.concatenate([layout.offsets for layout in layouts])[part, number[piece]]
+    rows[:, Column.BUFFER] = np.repeat(np.arange(len(layouts)), counts)[part]
+    bounds = np.searchsorted(number[piece], np.arange(layouts[0].schedule.rounds + 1))
+    return GatherTable(rows, bounds.astype(np.int64))
+
+
+def make_templates(rows: IdArray) -> IdArray:
+    """Fold rows whose offsets count ids of a route, and put their lines one behind the other.
+
+    Parameters
+    ----------
+    rows
+        Shape ``(n, 11)``; ``BUFFER`` names a route.
 
     Returns
     -------
-    GatherTable
-        One or more rows for every maximal regular piece; every element of a strip whose id is in a route is in
-        exactly one row.
+    numpy.ndarray
+        Rows for the same elements, in which no stride of offsets is negative, and each line's last offset is before the
+        next line's first.
     """
-    pieces = [_pieces(plan, sources, buffer, layout) for buffer, layout in buffers]
-    rounds = np.concatenate([np.empty(0, dtype=np.int64), *(number for number, _ in pieces)])
-    rows = np.concatenate([np.empty((0, len(Column)), dtype=np.int64), *(rows for _, rows in pieces)])
-    rounds, rows = fold_rows(rounds, rows)
-    bounds = np.searchsorted(rounds, np.arange(plan.rounds + 1)).astype(np.int64)
-    return GatherTable(rows, bounds)
+    folded = fold_rows(np.zeros(len(rows), dtype=np.int64), rows)[1].copy()
+    for extent, along, across in (_INDEX_AXES, _STEP_AXES):
+        back = folded[:, across] < 0
+        for start, step in ((Column.INDEX, along), (Column.OFFSET, across)):
+            folded[back, start] += ((folded[:, extent] - 1) * folded[:, step])[back]
+            folded[back, step] *= -1
+    length, stride, count, step = folded[:, _WINDOW[1:]].T
+    turned = (count > 1) & ((length - 1) * stride >= step) & ((count - 1) * step < stride)
+    _turn(folded, turned)
+    length, stride, count, step = folded[:, _WINDOW[1:]].T
+    woven = (count > 1) & ((length - 1) * stride >= step)
+    return np.concatenate([folded[~woven], _lines(folded[woven])])
 
 
-def _pieces(plan: Plan, sources: Sources, buffer: Buffer, layout: Layout) -> tuple[IdArray, IdArray]:
-    """Round and row of every strip's part in every route's part."""
-    intervals, about = part_intervals(plan, layout.routes)
-    intervals, about = _split(intervals, about, sources.edges)
-    cut, _ = sources.strips.within(intervals)
-    ids, length, tensor, index, stride = cut.rows.T
-    of = np.searchsorted(intervals[:, 0], ids, side="right") - 1
-    route, number, rank = about[of].T
-    kind = sources.dtype_of_edge[np.searchsorted(sources.edges, ids, side="right") - 1]
-    width = sources.wire_bytes[kind]
-    rows = np.empty((len(cut.rows), len(Column)), dtype=np.int64)
-    rows[:, Column.TENSOR] = tensor
-    rows[:, Column.BUFFER] = buffer.value
-    rows[:, Column.CODE] = sources.codes[tensor, kind]
-    rows[:, Column.LENGTH] = length
-    rows[:, Column.INDEX_STRIDE] = stride
-    rows[:, Column.OFFSET_STRIDE] = width
-    rows[:, Column.COUNT] = 1
-    rows[:, Column.INDEX_STEP] = 0
-    rows[:, Column.OFFSET_STEP] = 0
-    rows[:, Column.INDEX] = index
-    rows[:, Column.OFFSET] = layout.offsets[route, number] + (rank + ids - intervals[of, 0]) * width
-    return number, rows
+def _turn(rows: IdArray, chosen: npt.NDArray[np.bool_]) -> None:
+    """Exchange the two axes of some rows, in place."""
+    for one, other in zip(_INDEX_AXES, _STEP_AXES, strict=True):
+        rows[chosen, one], rows[chosen, other] = rows[chosen, other], rows[chosen, one]
 
 
-def _split(intervals: IdArray, about: IdArray, edges: IdArray) -> tuple[IdArray, IdArray]:
-    """Cut intervals wherever an edge falls inside one."""
-    if not len(intervals):
-        return intervals, about
-    of_edge = np.searchsorted(intervals[:, 0], edges, side="right") - 1
-    inside = (of_edge >= 0) & (edges > intervals[of_edge, 0]) & (edges < intervals[of_edge, 1])
-    starts = np.concatenate([intervals[:, 0], edges[inside]])
-    owner = np.concatenate([np.arange(len(intervals)), of_edge[inside]])
-    order = np.argsort(starts, kind="stable")
-    starts, owner = starts[order], owner[order]
-    stops = intervals[owner, 1].copy()
-    same = owner[1:] == owner[:-1]
-    stops[:-1][same] = starts[1:][same]
-    facts = about[owner].copy()
-    facts[:, 2] += starts - intervals[owner, 0]
-    return np.stack([starts, stops], axis=1), facts
+def _lines(rows: IdArray) -> IdArray:
+    """Every line as a row of its own, along the axis that leaves fewer."""
+    _turn(rows, rows[:, Column.LENGTH] < rows[:, Column.COUNT])
+    of = np.repeat(np.arange(len(rows)), rows[:, Column.COUNT])
+    line = expand_ranges(np.zeros(len(rows), dtype=np.int64), rows[:, Column.COUNT])
+    out = rows[of]
+    for start, step in ((Column.INDEX, Column.INDEX_STEP), (Column.OFFSET, Column.OFFSET_STEP)):
+        out[:, start] += line * out[:, step]
+        out[:, step] = 0
+    out[:, Column.COUNT] = 1
+    return out
 
 
 def fold_rows(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
@@ -168,7 +175,7 @@ def fold_rows(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
     rounds
         The round of every row; shape ``(n,)``.
     rows
-        Rows with a count of 1; shape ``(n, 11)``.
+        Shape ``(n, 11)``. Those that have a second axis already stay as they are.
 
     Returns
     -------
@@ -177,6 +184,7 @@ def fold_rows(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
     """
     if not len(rows):
         return rounds, rows
+    rows = _flat(rows)
     folded = []
     for first, second in ((Column.INDEX, Column.OFFSET), (Column.OFFSET, Column.INDEX)):
         order = np.lexsort((rows[:, second], rows[:, first], rows[:, Column.BUFFER], rows[:, Column.TENSOR], rounds))
@@ -193,11 +201,25 @@ def fold_rows(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
 
 def _fold(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
     rounds, rows = _join(rounds, rows)
-    rounds, rows = _progressions(
-        rounds, rows, rows[:, Column.LENGTH] == 1, (Column.LENGTH, Column.INDEX_STRIDE, Column.OFFSET_STRIDE)
-    )
-    everything = np.ones(len(rows), dtype=bool)
-    return _progressions(rounds, rows, everything, (Column.COUNT, Column.INDEX_STEP, Column.OFFSET_STEP))
+    single = (rows[:, Column.LENGTH] == 1) & (rows[:, Column.COUNT] == 1)
+    rounds, rows = _progressions(rounds, rows, single, _INDEX_AXES)
+    return _progressions(rounds, rows, rows[:, Column.COUNT] == 1, _STEP_AXES)
+
+
+def _flat(rows: IdArray) -> IdArray:
+    """Rows with one axis less where the second goes on from the first, or the first has one element."""
+    rows = rows.copy()
+    thin = (rows[:, Column.LENGTH] == 1) & (rows[:, Column.COUNT] > 1)
+    _turn(rows, thin)
+    goes_on = rows[:, Column.COUNT] > 1
+    for along, across in ((Column.INDEX_STRIDE, Column.INDEX_STEP), (Column.OFFSET_STRIDE, Column.OFFSET_STEP)):
+        goes_on &= rows[:, across] == rows[:, Column.LENGTH] * rows[:, along]
+    rows[goes_on, Column.LENGTH] *= rows[goes_on, Column.COUNT]
+    flat = goes_on | (rows[:, Column.COUNT] == 1)
+    rows[flat, Column.COUNT] = 1
+    rows[flat, Column.INDEX_STEP] = 0
+    rows[flat, Column.OFFSET_STEP] = 0
+    return rows
 
 
 def _join(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
@@ -209,7 +231,9 @@ def _join(rounds: IdArray, rows: IdArray) -> tuple[IdArray, IdArray]:
     goes_on = np.zeros(len(rows), dtype=bool)
     goes_on[1:] = (
         (rounds[1:] == rounds[:-1])
-        & _equal(left, right, (Column.TENSOR, Column.BUFFER, Column.CODE, Column.INDEX_STRIDE))
+        & (left[:, Column.COUNT] == 1)
+        & (right[:, Column.COUNT] == 1)
+        & _equal(left, right, _LIKE)
         & (right[:, Column.INDEX] == left[:, Column.INDEX] + reach * left[:, Column.INDEX_STRIDE])
         & (right[:, Column.OFFSET] == left[:, Column.OFFSET] + reach * left[:, Column.OFFSET_STRIDE])
     )

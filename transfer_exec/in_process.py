@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layout_algebra.source_map import SourceMap
-from transfer_exec.compiler import compile_from_regions
+from transfer_exec.compiler import Compiler
 from transfer_exec.errors import ProgramError, TransportError
 from transfer_exec.executor import DEPTH, Executor
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.plan import Plan
-from transfer_exec.regions import Regions
 from transfer_exec.report import TransferReport, WorkerReport, combine_reports
 from transfer_exec.transport.loopback import LoopbackNetwork
 from transfer_exec.update import Steps, Wait
@@ -29,6 +28,7 @@ def run_in_process(
     network: LoopbackNetwork | None = None,
     kernels: Kernels | None = None,
     depth: int = DEPTH,
+    trace: bool = False,
     inspect: Callable[[Mapping[str, Executor]], None] | None = None,
 ) -> TransferReport:
     """Run one update of all workers of a plan, in place.
@@ -50,6 +50,8 @@ def run_in_process(
         Backend; numba by default.
     depth
         Rounds under way at once.
+    trace
+        Keep spans in the report (`transfer_exec.trace`).
     inspect
         Called with the executors, connected, before the first byte.
 
@@ -69,8 +71,8 @@ def run_in_process(
     missing = [worker for worker in plan.workers if worker not in maps]
     if missing:
         raise ProgramError(f"no source map of {', '.join(missing)}; the plan has workers {', '.join(plan.workers)}")
-    regions = Regions(plan)
-    programs = {worker: compile_from_regions(regions, worker, maps[worker]) for worker in plan.workers}
+    compiler = Compiler(plan)
+    programs = {worker: compiler.program(worker, maps[worker]) for worker in plan.workers}
     executors: dict[str, Executor] = {}
     try:
         for worker, program in programs.items():
@@ -81,7 +83,8 @@ def run_in_process(
             executor.connect(endpoints)
         if inspect is not None:
             inspect(executors)
-        reports = _run_all({worker: executor.start(version) for worker, executor in executors.items()}, network)
+        runs = {worker: executor.start(version, trace=trace) for worker, executor in executors.items()}
+        reports = _run_all(runs, network)
     finally:
         for executor in executors.values():
             executor.close()

@@ -8,7 +8,7 @@ moves in which round. It names buffers and flags, never addresses, and is bound 
     a trainer       Pack  Write(engine/0/0)  Write(engine/1/0)
     a rollout       Await(RECEIVE)  Exchange(engine/1/0)  Await(EXTERNAL)  Await(INTERNAL)  Assemble  Release
 
-`Write` and `Exchange` first wait until the peer has released what it got in the slot's last round; they then write and
+`Write` and `Exchange` first wait until the peer has released what it got in the round before; they then write and
 raise the peer's flag. `Release` tells every worker that wrote here that all buffers are free again, which is after
 the last reader has finished: the forwarding and the assembling.
 """
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
+
 from layout_algebra.dtypes import IdArray, dtype_of
-from transfer_exec.descriptors import DescriptorTable
-from transfer_exec.gather import GatherTable
+from transfer_exec.descriptors import DescriptorTable, descriptor_tables
+from transfer_exec.gather import GatherTable, cut_by_round
 from transfer_exec.plan import Stage
-from transfer_exec.regions import Buffer
+from transfer_exec.regions import Buffer, Layout, Letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,9 @@ class ProgramTensor:
 class Program:
     """One worker's part of a plan.
 
+    It is kept and sent as templates, whose size does not grow with rounds; the tables of all rounds follow from them
+    and are made when they are first looked at.
+
     Attributes
     ----------
     worker
@@ -148,34 +153,57 @@ class Program:
         Of the plan, and of the source map it was compiled with.
     rounds
         Rounds of an update.
-    buffer_sizes
-        Bytes of the four buffers, in the order of `Buffer`.
     flags
         Number of flags that peers raise here.
     instructions
         Of one round.
     tensors
         Every tensor that is read or written, parameters first.
-    descriptors
-        Tables of the messages this worker sends.
-    pack, assemble
-        Which tensor elements stand where in the PACK buffer; and in the three others.
-    arriving
-        Payload bytes that reach this worker, by stage and round; int64, shape ``(3, rounds)``.
+    layouts
+        What stands where in the four buffers, in the order of `Buffer`.
+    letters
+        The messages this worker sends, in the order of its writes.
+    pack_templates, assemble_templates
+        Which tensor elements are packed, and assembled, from and into which parts; see `transfer_exec.gather`.
     """
 
     worker: str
     plan_digest: str
     map_digest: str
     rounds: int
-    buffer_sizes: tuple[int, int, int, int]
     flags: int
     instructions: tuple[Instruction, ...]
     tensors: tuple[ProgramTensor, ...]
-    descriptors: tuple[DescriptorTable, ...]
-    pack: GatherTable
-    assemble: GatherTable
-    arriving: IdArray
+    layouts: tuple[Layout, Layout, Layout, Layout]
+    letters: tuple[Letter, ...]
+    pack_templates: IdArray
+    assemble_templates: IdArray
+
+    @cached_property
+    def pack(self) -> GatherTable:
+        """Which tensor elements stand where in the PACK buffer, in every round."""
+        return cut_by_round(self.pack_templates, self.layouts)
+
+    @cached_property
+    def assemble(self) -> GatherTable:
+        """Which tensor elements stand where in the three other buffers, in every round."""
+        return cut_by_round(self.assemble_templates, self.layouts)
+
+    @cached_property
+    def descriptors(self) -> tuple[DescriptorTable, ...]:
+        """The tables of the messages this worker sends: for each letter one for every buffer it is read from."""
+        return tuple(table for letter in self.letters for table in descriptor_tables(letter, self.layouts))
+
+    @cached_property
+    def arriving(self) -> IdArray:
+        """Payload bytes that reach this worker, by stage and round; int64, shape ``(3, rounds)``."""
+        return np.stack([layout.bytes_of_rounds for layout in self.layouts[1:]])
+
+    @cached_property
+    def buffer_sizes(self) -> tuple[int, int, int, int]:
+        """Bytes of the four buffers, in the order of `Buffer`."""
+        pack, receive, external, internal = (layout.size_bytes for layout in self.layouts)
+        return pack, receive, external, internal
 
     def buffer_bytes(self, buffer: Buffer) -> int:
         """Size of one buffer: that of its fullest round."""
@@ -210,7 +238,7 @@ class Program:
 
     @property
     def table_bytes(self) -> int:
-        """Memory that the tables take."""
+        """Memory that the tables of all rounds take."""
         arrays = [self.pack.rows, self.assemble.rows, *(table.rows for table in self.descriptors)]
         return sum(array.nbytes for array in arrays)
 

@@ -3,16 +3,18 @@
 A worker has four buffers: what it packs, and what it receives in each of the three stages. In a round a buffer holds
 the parts of the routes that pass it, one after the other, sorted by
 
-    element width (wide first), the worker they come from, the way they go, the route's number
+    element width (wide first), the worker they come from, the leg, the way they go, the route's number
 
 Wide elements first means that every part is naturally aligned without a byte of padding, so a buffer is exactly as
 large as its fullest round. Routes that share a way lie side by side wherever they go, so their bytes merge into one
 descriptor. Both ends of a message compute the same offsets from the same plan; nothing about them is sent.
+
+The parts of one width in one message are a *block* of the buffer they go to. From where its blocks begin there, and
+the order of parts inside, a source knows where everything goes; it needs nothing else of its target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -21,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
+from transfer_exec.parts import Spread, of_routes, sums_by_round
 from transfer_exec.plan import Plan, Stage
 
 _CELLS = 1 << 24
-"""Parts whose sizes and offsets are kept; workers that write to each other look at the same regions."""
+"""Block-round pairs that are kept; workers that write to each other look at the same regions."""
 
 
 class Buffer(Enum):
@@ -57,7 +60,7 @@ class Region(NamedTuple):
     buffer: Buffer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What stands where in one region.
 
@@ -65,23 +68,104 @@ class Layout:
     ----------
     routes
         Routes that pass the region, in the order of their parts; int64, shape ``(n,)``.
-    sizes, offsets
-        Bytes of every part and where it begins, per round; int64, shape ``(n, rounds)``.
+    item_bytes
+        Bytes of an element of each.
+    schedule
+        How many elements of each travel in which round.
     """
 
     routes: IdArray
-    sizes: IdArray
-    offsets: IdArray
+    item_bytes: IdArray
+    schedule: Spread
+
+    @cached_property
+    def sizes(self) -> IdArray:
+        """Bytes of every part, per round; int64, shape ``(n, rounds)``."""
+        return self.schedule.elements(0, self.schedule.rounds) * self.item_bytes[:, None]
+
+    @cached_property
+    def offsets(self) -> IdArray:
+        """Where every part begins, per round; int64, shape ``(n, rounds)``."""
+        before: IdArray = np.cumsum(self.sizes, axis=0) - self.sizes
+        return before
+
+    @cached_property
+    def bytes_of_rounds(self) -> IdArray:
+        """Bytes of all parts together; int64, shape ``(rounds,)``."""
+        total: IdArray = sums_by_round(self.schedule, self.item_bytes, np.zeros_like(self.routes), 1)[0]
+        return total
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the fullest round."""
-        return int(self.sizes.sum(axis=0).max()) if len(self.routes) else 0
+        return int(self.bytes_of_rounds.max())
 
-    def rows_of(self, routes: IdArray) -> IdArray:
-        """Positions of some routes of this region, in the order given."""
-        order = np.argsort(self.routes)
-        return order[np.searchsorted(self.routes[order], routes)]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Letter:
+    """A message of every round, as its source knows it.
+
+    Attributes
+    ----------
+    parts
+        What is written, in the target's order: positions in the source's four buffers, counted through in the order of
+        `Buffer`; int64, shape ``(n,)``. Wide elements come first; those of one width are a block.
+    begins
+        Where each block begins in the target's buffer, per round; int64, shape ``(blocks, rounds)``.
+    """
+
+    parts: IdArray
+    begins: IdArray
+
+
+class Posting(NamedTuple):
+    """A message and its flags.
+
+    Attributes
+    ----------
+    message
+        The message.
+    flag
+        The target's flag that announces it: its position among the messages to that target.
+    release
+        The source's flag by which the target releases its buffers; those of releases follow those of messages, one for
+        each worker that the source writes to, in the order of their first messages.
+    """
+
+    message: Message
+    flag: int
+    release: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Messages:
+    """All messages of a round, by stage, leg, source and target; arrays of one number a message.
+
+    ``starts`` says where its routes begin in ``routes``, which has them in the order of their parts in the target.
+    """
+
+    stage: IdArray
+    leg: IdArray
+    source: IdArray
+    target: IdArray
+    flag: IdArray
+    release: IdArray
+    starts: IdArray
+    routes: IdArray
+
+    @staticmethod
+    def of(keys: IdArray, starts: IdArray, routes: IdArray, workers: int) -> _Messages:
+        """From ascending keys ``((2 * stage + leg) * workers + source) * workers + target``."""
+        pair = keys % workers**2
+        source, target = np.divmod(pair, workers)
+        stage, leg = np.divmod(keys // workers**2, 2)
+        first, which = np.unique(pair, return_index=True, return_inverse=True)[1:]
+        opens = np.zeros_like(keys)
+        opens[first] = 1
+        peer = _place_in_group(source, opens)[first][which]
+        flag = _place_in_group(target, np.ones_like(keys))
+        release = np.bincount(target, minlength=workers)[source] + peer
+        return _Messages(stage, leg, source, target, flag, release, starts, routes)
 
 
 class Regions:
@@ -90,116 +174,131 @@ class Regions:
     Parameters
     ----------
     plan
-        The plan; it obeys the laws of plans, so a route is read from a buffer of an earlier stage.
+        The plan; it obeys the laws of plans, so a route is read from a buffer that it came to before.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._rank = {worker: position for position, worker in enumerate(plan.workers)}
-        self._members: dict[Region, list[tuple[int, int, int, int]]] = {}
-        self._sources: dict[Message, dict[Buffer, list[int]]] = {}
-        self._layouts: dict[Region, Layout] = {}
+        self._item_bytes = np.array([route.item_bytes for route in plan.routes], dtype=np.int64)
+        self._blocks: dict[int, tuple[IdArray, IdArray]] = {}
         self._cells = 0
-        for number, (route, way) in enumerate(zip(plan.routes, self._ways(), strict=True)):
-            width = -route.item_bytes
-            self._members.setdefault(Region(route.holder, Buffer.PACK), []).append((width, 0, way, number))
-            stands_in = {route.holder: Buffer.PACK}
-            for hop, leg in zip(route.hops, route.legs(), strict=True):
-                buffer = Buffer.of_stage(hop.stage)
-                origin = stands_in[hop.source]
-                assert origin.value < buffer.value + leg, "a route is forwarded to a later stage, or a later leg"
-                self._sources.setdefault(Message(*hop, leg), {}).setdefault(origin, []).append(number)
-                member = (width, self._rank[hop.source], way, number)
-                self._members.setdefault(Region(hop.target, buffer), []).append(member)
-                stands_in[hop.target] = buffer
-
-    def _ways(self) -> list[int]:
-        """A number per route: equal for equal hops, ascending with the workers they go to."""
-        rank = self._rank
-        hops = [tuple((h.stage.value, rank[h.source], rank[h.target]) for h in r.hops) for r in self.plan.routes]
-        number = {each: position for position, each in enumerate(sorted(set(hops)))}
-        return [number[each] for each in hops]
+        rank, workers = self._rank, len(plan.workers)
+        counts = np.array([len(route.hops) for route in plan.routes], dtype=np.int64)
+        stage = np.array([hop.stage._value_ for route in plan.routes for hop in route.hops], dtype=np.int64)
+        source = np.array([rank[hop.source] for route in plan.routes for hop in route.hops], dtype=np.int64)
+        target = np.array([rank[hop.target] for route in plan.routes for hop in route.hops], dtype=np.int64)
+        holder = np.array([rank[route.holder] for route in plan.routes], dtype=np.int64)
+        every = np.arange(len(counts))
+        route = np.repeat(every, counts)
+        leg = _legs(route * workers + source, route * workers + target, stage)
+        way = _ways(np.stack([stage, source, target], axis=1), counts)
+        width = -self._item_bytes
+        region = np.concatenate([4 * holder, 4 * target + stage + 1])
+        origin = np.concatenate([np.full(len(counts), -1), 2 * source + leg])
+        member = np.concatenate([every, route])
+        order = np.lexsort((member, way[member], origin, width[member], region))
+        self._region, self._origin, self._member = region[order], origin[order], member[order]
+        key = ((2 * stage + leg) * workers + source) * workers + target
+        order = np.lexsort((route, way[route], width[route], key))
+        keys, starts = np.unique(key[order], return_index=True)
+        self._messages = _Messages.of(keys, np.append(starts, len(order)), route[order], workers)
+        self._by_source, self._by_target = (
+            (np.argsort(each, kind="stable"), np.sort(each)) for each in (self._messages.source, self._messages.target)
+        )
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """All messages of a round, by stage, leg, source and target."""
-        rank = self._rank
-        return tuple(sorted(self._sources, key=lambda m: (m.stage.value, m.leg, rank[m.source], rank[m.target])))
+        return tuple(posting.message for posting in self._postings(np.arange(len(self._messages.stage))))
 
-    def incoming(self, worker: str) -> tuple[Message, ...]:
-        """Messages to a worker; the position of each is the number of the flag that announces it."""
-        return self._by_target.get(worker, ())
+    def incoming(self, worker: str) -> tuple[Posting, ...]:
+        """The messages to a worker; the position of each is the number of the flag that announces it."""
+        return self._postings(self._numbers(self._by_target, worker))
 
-    def outgoing(self, worker: str) -> tuple[Message, ...]:
-        """Messages from a worker."""
-        return self._by_source.get(worker, ())
-
-    @cached_property
-    def _by_target(self) -> dict[str, tuple[Message, ...]]:
-        return _grouped((message.target, message) for message in self.messages)
-
-    @cached_property
-    def _by_source(self) -> dict[str, tuple[Message, ...]]:
-        return _grouped((message.source, message) for message in self.messages)
-
-    def targets(self, worker: str) -> tuple[str, ...]:
-        """Workers that a worker writes to, each once; the flags of their releases follow those of the messages."""
-        return tuple(dict.fromkeys(message.target for message in self.outgoing(worker)))
-
-    def origins(self, message: Message) -> tuple[tuple[Buffer, IdArray], ...]:
-        """For every buffer of the message's source that it is read from, the routes read from it, ascending."""
-        found = self._sources[message]
-        return tuple((buffer, np.array(found[buffer], dtype=np.int64)) for buffer in Buffer if buffer in found)
+    def outgoing(self, worker: str) -> tuple[Posting, ...]:
+        """The messages from a worker."""
+        return self._postings(self._numbers(self._by_source, worker))
 
     def layout(self, region: Region) -> Layout:
         """What stands where in one region; empty for one that nothing passes."""
-        found = self._layouts.get(region)
+        routes = self._member[self._members_of(4 * self._rank[region.worker] + region.buffer.value)]
+        return Layout(routes, self._item_bytes[routes], of_routes(self.plan.schedule, routes))
+
+    def letters(self, worker: str) -> tuple[Letter, ...]:
+        """The messages from a worker, in the order of `outgoing`."""
+        first = 4 * self._rank[worker]
+        held = self._member[slice(self._members_of(first).start, self._members_of(first + 3).stop)]
+        part = np.argsort(held)
+        held = held[part]
+        found = self._messages
+        out = []
+        for number in self._numbers(self._by_source, worker).tolist():
+            routes = found.routes[found.starts[number] : found.starts[number + 1]]
+            origin, begins = self._blocks_of(4 * int(found.target[number]) + int(found.stage[number]) + 1)
+            mine = origin == 2 * found.source[number] + found.leg[number]
+            out.append(Letter(part[np.searchsorted(held, routes)], begins[mine]))
+        return tuple(out)
+
+    def _numbers(self, ordered: tuple[IdArray, IdArray], worker: str) -> IdArray:
+        order, workers = ordered
+        return order[slice(*np.searchsorted(workers, [self._rank[worker], self._rank[worker] + 1]).tolist())]
+
+    def _postings(self, numbers: IdArray) -> tuple[Posting, ...]:
+        found, names, stages = self._messages, self.plan.workers, tuple(Stage)
+        fields = (found.stage, found.source, found.target, found.leg, found.flag, found.release)
+        return tuple(
+            Posting(Message(stages[stage], names[source], names[target], leg), flag, release)
+            for stage, source, target, leg, flag, release in zip(
+                *(field[numbers].tolist() for field in fields), strict=True
+            )
+        )
+
+    def _members_of(self, region: int) -> slice:
+        return slice(*np.searchsorted(self._region, [region, region + 1]).tolist())
+
+    def _blocks_of(self, region: int) -> tuple[IdArray, IdArray]:
+        """Source and leg of every block of a region, and where it begins in every round."""
+        found = self._blocks.get(region)
         if found is None:
-            found = self._layouts[region] = self._layout(region)
-            self._cells += found.sizes.size
-            while self._cells > _CELLS and len(self._layouts) > 1:
-                oldest = next(iter(self._layouts))
-                self._cells -= self._layouts.pop(oldest).sizes.size
+            members = self._members_of(region)
+            routes, origin = self._member[members], self._origin[members]
+            layout = Layout(routes, self._item_bytes[routes], of_routes(self.plan.schedule, routes))
+            opens = np.ones(len(routes), dtype=bool)
+            opens[1:] = (origin[1:] != origin[:-1]) | (layout.item_bytes[1:] != layout.item_bytes[:-1])
+            heads = np.flatnonzero(opens)
+            sums = sums_by_round(layout.schedule, layout.item_bytes, np.cumsum(opens) - 1, len(heads))
+            found = self._blocks[region] = (origin[heads], np.cumsum(sums, axis=0) - sums)
+            self._cells += sums.size
+            while self._cells > _CELLS and len(self._blocks) > 1:
+                self._cells -= self._blocks.pop(next(iter(self._blocks)))[1].size
         return found
 
-    def _layout(self, region: Region) -> Layout:
-        routes = np.array([member[-1] for member in sorted(self._members.get(region, ()))], dtype=np.int64)
-        item_bytes = np.array([self.plan.routes[route].item_bytes for route in routes], dtype=np.int64)
-        sizes = self.plan.schedule.elements(0, self.plan.rounds, routes) * item_bytes[:, None]
-        return Layout(routes, sizes, np.cumsum(sizes, axis=0) - sizes)
 
+def _legs(sent: IdArray, got: IdArray, stage: IdArray) -> IdArray:
+    """1 for every external hop whose source got the route by an external hop itself, else 0.
 
-def part_intervals(plan: Plan, routes: Sequence[int] | IdArray) -> tuple[IdArray, IdArray]:
-    """The ids of some routes that have none in common, cut by round; ``Plan.part`` for all rounds at once.
-
-    Returns
-    -------
-    tuple
-        Half-open id intervals ascending, shape ``(n, 2)``; and for each the position of its route in ``routes``,
-        its round, and the rank of its first id in the route's part of that round, shape ``(n, 3)``.
+    ``sent`` and ``got`` name a route with a hop's source and with its target; a route comes to a worker once at most.
     """
-    spans, about = [np.empty((0, 2), dtype=np.int64)], [np.empty((0, 3), dtype=np.int64)]
-    numbers = np.asarray(routes, dtype=np.int64)
-    for position, pieces in enumerate(plan.schedule.pieces(numbers)):
-        whole = plan.routes[int(numbers[position])].runs.intervals
-        lengths = whole[:, 1] - whole[:, 0]
-        begins = np.cumsum(lengths) - lengths
-        cuts = pieces[:, 0]
-        edges = np.union1d(begins, cuts)
-        piece = np.searchsorted(cuts, edges, side="right") - 1
-        inside = np.searchsorted(begins, edges, side="right") - 1
-        starts = whole[inside, 0] + edges - begins[inside]
-        stops = starts + np.diff(np.append(edges, lengths.sum()))
-        spans.append(np.stack([starts, stops], axis=1))
-        rank = pieces[piece, 2] + edges - cuts[piece]
-        about.append(np.stack([np.full(len(edges), position), pieces[piece, 1], rank], axis=1))
-    intervals, facts = np.concatenate(spans), np.concatenate(about)
-    order = np.argsort(intervals[:, 0], kind="stable")
-    return intervals[order], facts[order]
+    external = stage == Stage.EXTERNAL.value
+    legs: IdArray = (external & np.isin(sent, got[external])).astype(np.int64)
+    return legs
 
 
-def _grouped(messages: Iterable[tuple[str, Message]]) -> dict[str, tuple[Message, ...]]:
-    groups: dict[str, list[Message]] = {}
-    for worker, message in messages:
-        groups.setdefault(worker, []).append(message)
-    return {worker: tuple(group) for worker, group in groups.items()}
+def _ways(hops: IdArray, counts: IdArray) -> IdArray:
+    """A number per route: equal for equal hops, ascending with the stages and workers of their hops."""
+    data = hops.astype(">i4").tobytes()
+    stops = (12 * np.cumsum(counts)).tolist()
+    keys = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    number = {key: position for position, key in enumerate(sorted(set(keys)))}
+    return np.array([number[key] for key in keys], dtype=np.int64)
+
+
+def _place_in_group(group: IdArray, counted: IdArray) -> IdArray:
+    """How many counted ones of the same group stand before each."""
+    order = np.argsort(group, kind="stable")
+    before = np.cumsum(counted[order]) - counted[order]
+    first = np.searchsorted(group[order], group[order])
+    out = np.empty_like(before)
+    out[order] = before - before[first]
+    return out

@@ -13,12 +13,11 @@ import msgspec
 from adapters.cli.plan_source import Source
 from adapters.deployments import UpdateSettings
 from transfer_exec.baselines import BASELINES
-from transfer_exec.compiler import compile_from_regions
+from transfer_exec.compiler import Compiler
 from transfer_exec.demand import place_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Stage
 from transfer_exec.planner import make_plan, round_load_over_average
-from transfer_exec.regions import Regions
 from transfer_exec.simulate import Timeline, simulate
 from transfer_exec.together import Unit
 
@@ -186,14 +185,11 @@ def report_plan(
 
 def program_sizes(plan: Plan, source: Source, *, sample: int | None = None) -> dict[str, int]:
     """Bytes of the programs of all workers, or of about `sample` evenly spread ones."""
-    regions = Regions(plan)
+    compiler = Compiler(plan)
     if sample is None:
         sample = len(plan.workers) if len(plan.workers) <= _ALL_PROGRAMS else _SAMPLE
     step = max(1, len(plan.workers) // max(1, sample))
-    return {
-        worker: len(compile_from_regions(regions, worker, source.maps[worker]).to_bytes())
-        for worker in plan.workers[::step]
-    }
+    return {worker: len(compiler.program(worker, source.maps[worker]).to_bytes()) for worker in plan.workers[::step]}
 
 
 def _copies(plan: Plan, source: Source) -> tuple[int, int, float]:

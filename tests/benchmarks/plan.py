@@ -19,8 +19,7 @@ from adapters.deployments_layouts import Megatron, Rollout
 from layout_algebra.correspondence import correspond
 from transfer_exec import make_plan, simulate
 from transfer_exec.baselines import BASELINES
-from transfer_exec.compiler import compile_from_regions
-from transfer_exec.regions import Regions
+from transfer_exec.compiler import Compiler
 from transfer_exec.replan import change_workers
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "deployments"
@@ -130,11 +129,11 @@ def kimi_rows() -> list[Row]:
     demand = correspond(holders, needers)
     plan = make_plan(demand, deployment.topology(), buffer_bytes=deployment.update.buffer_bytes)
     planning = time.perf_counter() - began
-    regions = Regions(plan)
+    compiler = Compiler(plan)
     programs = 0.0
     for worker, count in ((plan.holders[0], len(plan.holders)), (plan.needers[0], len(plan.needers))):
         began = time.perf_counter()
-        compile_from_regions(regions, worker, maps[worker])
+        compiler.program(worker, maps[worker])
         programs += (time.perf_counter() - began) * count
     began = time.perf_counter()
     lost = change_workers(demand, lost=[worker for worker in plan.needers if worker.startswith("engine/7/")])

@@ -9,7 +9,7 @@ from crossing import random_crossing
 from layout_algebra.runs import RunTable
 from transfer_exec.descriptors import DescriptorTable, descriptor_tables
 from transfer_exec.plan import Hop, Plan, Route, Stage
-from transfer_exec.regions import Buffer, Message, Region, Regions, part_intervals
+from transfer_exec.regions import Buffer, Message, Region, Regions
 
 
 def random_plan(seed: int) -> Plan:
@@ -28,6 +28,15 @@ def content(plan: Plan, regions: Regions, region: Region, number: int) -> list[t
     return out
 
 
+def tables_of(regions: Regions, worker: str) -> dict[Message, tuple[DescriptorTable, ...]]:
+    """The descriptor tables of every message from a worker."""
+    layouts = [regions.layout(Region(worker, buffer)) for buffer in Buffer]
+    postings, letters = regions.outgoing(worker), regions.letters(worker)
+    return {
+        posting.message: descriptor_tables(letter, layouts) for posting, letter in zip(postings, letters, strict=True)
+    }
+
+
 def hops_of(plan: Plan) -> set[Message]:
     return {Message(*hop) for route in plan.routes for hop in route.hops}
 
@@ -37,7 +46,8 @@ def test_replayed_messages_fill_every_region_with_the_right_ids(seed: int) -> No
     plan = random_plan(seed)
     regions = Regions(plan)
     assert set(regions.messages) == hops_of(plan)
-    tables = {message: descriptor_tables(regions, message) for message in regions.messages}
+    tables = {message: made for worker in plan.workers for message, made in tables_of(regions, worker).items()}
+    assert set(tables) == set(regions.messages)
     for number in range(plan.rounds):
         held: dict[Region, list[tuple[int, int] | None]] = {}
         for worker in plan.workers:
@@ -83,31 +93,14 @@ def test_regions_are_as_large_as_their_fullest_round_and_naturally_aligned(seed:
 def test_neighbours_are_merged(seed: int) -> None:
     plan = random_plan(seed)
     regions = Regions(plan)
-    for message in regions.messages:
-        for table in descriptor_tables(regions, message):
+    for worker in plan.workers:
+        for table in (table for made in tables_of(regions, worker).values() for table in made):
             for number in range(plan.rounds):
                 rows = table.of_round(number).astype(int)
                 assert np.all(rows[:, 2] > 0)
                 ends = rows[:-1, :2] + rows[:-1, 2:]
                 assert not np.any(np.all(ends == rows[1:, :2], axis=1))
                 assert table.bytes_of_round(number) == rows[:, 2].sum()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_part_intervals_are_the_plans_parts(seed: int) -> None:
-    plan = random_plan(seed)
-    twins = [r for r in range(len(plan.routes)) if r == 0 or not plan.routes[r].runs.same_as(plan.routes[r - 1].runs)]
-    intervals, about = part_intervals(plan, twins)
-    assert np.all(intervals[1:, 0] >= intervals[:-1, 1])
-    found: dict[tuple[int, int], dict[int, int]] = {}
-    for (start, stop), (position, number, rank) in zip(intervals.tolist(), about.tolist(), strict=True):
-        part = found.setdefault((twins[position], number), {})
-        part.update({rank + k: start + k for k in range(stop - start)})
-    for route in twins:
-        for number in range(plan.rounds):
-            part = found.get((route, number), {})
-            assert [part[rank] for rank in sorted(part)] == plan.part(route, number).ids().tolist()
-            assert sorted(part) == list(range(len(part)))
 
 
 def test_one_descriptor_for_routes_that_share_a_way() -> None:
@@ -122,7 +115,7 @@ def test_one_descriptor_for_routes_that_share_a_way() -> None:
     )
     plan = Plan("x", ("t",), ("a", "b"), (0, 1, 2), routes, 3, 100, 1.0, "t", 1.0, 1.0)
     regions = Regions(plan)
-    (table,) = descriptor_tables(regions, Message(Stage.RECEIVE, "t", "a"))
+    (table,) = tables_of(regions, "t")[Message(Stage.RECEIVE, "t", "a")]
     assert isinstance(table, DescriptorTable)
     assert [len(table.of_round(number)) for number in range(3)] == [2, 2, 2], "one for each width"
     assert table.of_round(1).tolist() == [[0, 0, 16], [24, 16, 4]]

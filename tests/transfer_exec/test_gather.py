@@ -82,6 +82,84 @@ def test_random_tables(seed: int) -> None:
             assert sorted(assembled) == sorted(every), "every element that copies an id is written once"
 
 
+def cut_evenly(ids: np.ndarray, axis: int, rank: int, degree: int) -> np.ndarray:
+    return np.array_split(ids, degree, axis=axis)[rank]
+
+
+def arranged(ids: np.ndarray, rng: np.random.Generator, rank: int, degree: int) -> np.ndarray:
+    """A rank's part of a tensor: rows, columns, interleaved, transposed, permuted, a swizzle, a broadcast, or whole."""
+    axis = int(rng.integers(0, ids.ndim))
+    match int(rng.integers(0, 9)):
+        case 0 | 1:
+            return cut_evenly(ids, axis, rank, degree)
+        case 2:
+            return np.take(ids, np.arange(rank, ids.shape[axis], degree), axis=axis)
+        case 3:
+            return np.moveaxis(cut_evenly(ids, axis, rank, degree), axis, 0).swapaxes(0, -1)
+        case 4:
+            halves = np.array_split(ids, 2, axis=axis)
+            return np.concatenate([cut_evenly(half, axis, rank, degree) for half in reversed(halves)], axis=axis)
+        case 5:
+            return np.flip(cut_evenly(ids, axis, rank, degree), axis=axis)
+        case 6:
+            return np.take(ids, rng.permutation(ids.shape[axis]), axis=axis)
+        case 7:
+            blocks = (
+                np.stack([cut_evenly(ids, axis, k, 2) for k in (0, 1)], axis=-1) if not ids.shape[axis] % 2 else ids
+            )
+            return cut_evenly(blocks, blocks.ndim - 1, rank % 2, 2)
+        case _:
+            return np.broadcast_to(ids[..., :1], (*ids.shape[:-1], 3)).copy()
+
+
+def structured_crossing(rng: np.random.Generator) -> Crossing:
+    """Matrices and stacks of them cut by rows and columns on both sides, with more rows than any table should have."""
+    shapes = [(12, 16), (24, 8), (3, 8, 12), (40,), (6, 10), (2, 3, 4, 6)]
+    dtypes = ["BF16", "F32", "F16", "F64"]
+    space = CheckpointSpace(
+        [TensorSpec(f"t{n}", shapes[rng.integers(0, len(shapes))], str(rng.choice(dtypes))) for n in range(3)]
+    )
+    whole = {spec.name: np.arange(*space.id_range(spec.name)).reshape(spec.shape) for spec in space.specs}
+    trainers, rollouts = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    held: dict[str, dict[str, np.ndarray]] = {f"trainer/{rank}": {} for rank in range(trainers)}
+    chosen: dict[tuple[str, str], str] = {}
+    for spec in space.specs:
+        axis = int(rng.integers(0, len(spec.shape)))
+        for rank in range(trainers):
+            part = cut_evenly(whole[spec.name], axis, rank, trainers)
+            held[f"trainer/{rank}"][spec.name] = part.T if rng.integers(0, 2) else part
+            if rng.integers(0, 3) == 0:  # a second home of the same ids, partly
+                held[f"trainer/{rank}"][f"{spec.name}.again"] = arranged(whole[spec.name], rng, rank, trainers)
+            for name in held[f"trainer/{rank}"]:
+                chosen.setdefault((f"trainer/{rank}", name), spec.dtype)
+    needed = {f"engine/{e}/{r}": {} for e in range(2) for r in range(rollouts)}
+    for worker, parts in needed.items():
+        for spec in space.specs:
+            if rng.integers(0, 4):
+                parts[spec.name] = arranged(whole[spec.name], rng, int(worker.rpartition("/")[2]), rollouts)
+                chosen[worker, spec.name] = str(rng.choice(dtypes))
+        if not parts:
+            parts["t0"], chosen[worker, "t0"] = whole["t0"], space.spec("t0").dtype
+    return Crossing(space, held, needed, chosen, rng)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_structured_tables(seed: int) -> None:
+    """Columns, rows, transposes, interleavings and copies of copies, in several rounds: exactly what they must hold."""
+    rng = np.random.default_rng(seed)
+    crossing = structured_crossing(rng)
+    plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([64, 200, 1 << 20])))
+    for worker in plan.workers:
+        program = Program.from_bytes(compile_program(plan, worker, crossing.maps[worker]).to_bytes())
+        rounds = range(plan.rounds)
+        packed = [i for k in rounds for i in check_table(crossing, plan, program, k, packing=True)]
+        assembled = [i for k in rounds for i in check_table(crossing, plan, program, k, packing=False)]
+        sent = [i for route in plan.routes if route.holder == worker for i in route.runs.ids().tolist()]
+        assert sorted(packed) == sorted(sent)
+        mine = crossing.needed.get(worker, {}).values()
+        assert sorted(assembled) == sorted(i for ids in mine for i in ids.reshape(-1).tolist())
+
+
 def one_way_plan(held: SourceMap, needed: SourceMap, *, buffer_bytes: int) -> Plan:
     topology = Topology.uniform(
         trainers=1, engines=1, engine_size=1, workers_per_node=1, nic_bytes_per_s=1e9, local_bytes_per_s=1e9

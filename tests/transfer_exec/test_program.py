@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from crossing import random_crossing
 
+from layout_algebra.correspondence import correspond
 from layout_algebra.sealed_bytes import seal
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.compiler import compile_program
-from transfer_exec.descriptors import DescriptorTable
 from transfer_exec.errors import ProgramError
-from transfer_exec.gather import Column, GatherTable
+from transfer_exec.gather import Column
 from transfer_exec.plan import Plan, Stage
+from transfer_exec.planner import make_plan
 from transfer_exec.program import Await, Pack, Program, Release, Write
 from transfer_exec.program_bytes import _MAGIC, check_program, encode_program, plain_program
-from transfer_exec.regions import Buffer
+from transfer_exec.regions import Buffer, Letter
+from transfer_exec.schedule import Schedule
+from transfer_exec.topology import Topology
 
 
 def programs(seed: int) -> tuple[Plan, dict[str, Program]]:
@@ -72,7 +77,7 @@ def a_program() -> Program:
     """One with rows in both tables and descriptors, whichever seed has it."""
     for seed in range(30):
         for program in programs(seed)[1].values():
-            if len(program.pack.rows) and program.descriptors:
+            if len(program.pack.rows) and program.letters:
                 return program
     raise AssertionError("no seed gives a sender")
 
@@ -80,7 +85,7 @@ def a_program() -> Program:
 def a_receiver() -> Program:
     for seed in range(30):
         for program in programs(seed)[1].values():
-            if len(program.assemble.rows):
+            if (program.assemble_templates[:1, Column.LENGTH] > 1).any():
                 return program
     raise AssertionError("no seed gives a receiver")
 
@@ -122,10 +127,10 @@ def test_signed_nonsense_is_refused() -> None:
                 Program.from_bytes(signed(msgspec.msgpack.encode(changed)))
 
 
-def with_row(table: GatherTable, column: Column, value: int) -> GatherTable:
-    rows = table.rows.copy()
+def with_row(rows: np.ndarray, column: Column, value: int) -> np.ndarray:
+    rows = rows.copy()
     rows[0, column] = value
-    return GatherTable(rows, table.bounds)
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -133,8 +138,8 @@ def with_row(table: GatherTable, column: Column, value: int) -> GatherTable:
     [
         (Column.TENSOR, 99),
         (Column.TENSOR, -1),
-        (Column.BUFFER, 0),
-        (Column.BUFFER, 7),
+        (Column.BUFFER, -1),
+        (Column.BUFFER, 99),
         (Column.CODE, 16),
         (Column.CODE, -1),
         (Column.LENGTH, 0),
@@ -145,13 +150,15 @@ def with_row(table: GatherTable, column: Column, value: int) -> GatherTable:
         (Column.INDEX, 1 << 30),
         (Column.INDEX, (1 << 63) - 1),
         (Column.OFFSET, 1 << 30),
+        (Column.OFFSET_STRIDE, -1),
+        (Column.OFFSET_STRIDE, 1 << 30),
         (Column.OFFSET, -8),
         (Column.OFFSET, -(1 << 63)),
     ],
 )
 def test_rows_that_leave_their_memory_are_refused(column: Column, value: int) -> None:
     program = a_receiver()
-    bad = replace(program, assemble=with_row(program.assemble, column, value))
+    bad = replace(program, assemble_templates=with_row(program.assemble_templates, column, value))
     with pytest.raises(ProgramError, match=program.worker):
         check_program(bad)
     with pytest.raises(ProgramError):
@@ -160,25 +167,55 @@ def test_rows_that_leave_their_memory_are_refused(column: Column, value: int) ->
 
 def test_other_tables_that_leave_their_memory_are_refused() -> None:
     program = a_program()
-    table = program.descriptors[0]
-    rows = table.rows.copy()
-    rows[0, 2] = 1 << 60
+    letter, pack = program.letters[0], program.layouts[0]
+    schedule = pack.schedule
+    assert isinstance(schedule, Schedule)
+    late = replace(schedule, offset=schedule.offset + program.rounds)
+    large = replace(schedule, every=schedule.every + (1 << 60))
+    rest, others = program.letters[1:], program.layouts[1:]
+    twice = np.repeat(program.pack_templates, 2, axis=0)
+    twice[:, Column.COUNT] = 1 << 20
     cases = [
-        replace(program, descriptors=(DescriptorTable(table.buffer, rows, table.bounds), *program.descriptors[1:])),
-        replace(program, descriptors=(DescriptorTable(table.buffer, table.rows, table.bounds[:-1]),)),
-        replace(program, pack=GatherTable(program.pack.rows, program.pack.bounds + 1)),
+        replace(program, letters=(Letter(letter.parts + 99, letter.begins), *rest)),
+        replace(program, letters=(Letter(letter.parts - 99, letter.begins), *rest)),
+        replace(program, letters=(Letter(np.repeat(letter.parts, 2), letter.begins), *rest)),
+        replace(program, letters=(Letter(letter.parts, letter.begins[:0]), *rest)),
+        replace(program, letters=(Letter(letter.parts, letter.begins[:, 1:]), *rest)),
+        replace(program, letters=(Letter(letter.parts, letter.begins - (1 << 40)), *rest)),
+        replace(program, layouts=(replace(pack, schedule=late), *others)),
+        replace(program, layouts=(replace(pack, schedule=large), *others)),
+        replace(program, layouts=(replace(pack, item_bytes=pack.item_bytes * 3), *others)),
+        replace(program, pack_templates=twice),
         replace(program, instructions=(*program.instructions, Await(Stage.RECEIVE, ("x",), (99,)))),
         replace(program, instructions=(*program.instructions, Await(Stage.RECEIVE, ("x",), ()))),
         replace(program, instructions=(*program.instructions, Write(Stage.RECEIVE, "x", 0, 0, (99,)))),
         replace(program, instructions=(*program.instructions, Write(Stage.RECEIVE, "x", 0, 99, (0,)))),
         replace(program, instructions=(*program.instructions, Release(("x",), (-1,)))),
         replace(program, rounds=0),
-        replace(program, arriving=program.arriving[:2]),
+        replace(program, rounds=program.rounds + 1),
     ]
     for bad in cases:
         with pytest.raises(ProgramError):
             check_program(bad)
     check_program(program)
+
+
+def test_bytes_do_not_grow_with_rounds() -> None:
+    """Eight times the rounds, a few hundred bytes more: where messages begin in their targets' buffers."""
+    space = CheckpointSpace([TensorSpec("w", (256, 256), "BF16")])
+    ids = np.arange(1, 65537).reshape(256, 256)
+    held, needed = SourceMap.from_ids(space, {"w": ids}), SourceMap.from_ids(space, {"w": ids[:, 64:192].T})
+    topology = Topology.uniform(
+        trainers=1, engines=1, engine_size=1, workers_per_node=1, nic_bytes_per_s=1e9, local_bytes_per_s=1e9
+    )
+    demand = correspond({"trainer/0": held}, {"engine/0/0": needed})
+    sizes = []
+    for buffer_bytes in (8192, 1024):
+        plan = make_plan(demand, topology, buffer_bytes=buffer_bytes)
+        sizes.append(
+            [len(compile_program(plan, w, m).to_bytes()) for w, m in (("trainer/0", held), ("engine/0/0", needed))]
+        )
+    assert max(abs(few - many) for few, many in zip(*sizes, strict=True)) < 200
 
 
 def test_properties() -> None:
