@@ -211,12 +211,8 @@ class Claims:
     @property
     def standing(self) -> npt.NDArray[np.bool_]:
         """Which copies have agreed so far."""
-        return self._bad_copies == 0
-
-    @property
-    def flags(self) -> npt.NDArray[np.uint8]:
-        """Every verdict so far, in one array that does not change."""
-        return np.concatenate([self._bad_copies, self._not_constant, self._bad_constants, self._bad_runs])
+        out: npt.NDArray[np.bool_] = self._bad_copies == 0
+        return out
 
     def opaque_elements(self) -> npt.NDArray[np.uint8] | None:
         """One bit an element that is neither copied nor constant, or None where there is none."""

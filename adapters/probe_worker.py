@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from types import GeneratorType
 from typing import TypeAlias, TypeVar
@@ -20,6 +20,7 @@ import torch
 
 from adapters.probe_feed import Feeder
 from adapters.probe_live import Keeper, Parameters, check_same, find_live
+from adapters.probe_writes import WriteWatch
 from layout_algebra.errors import LayoutError, LoaderRaisedError, ProbeError
 from layout_algebra.space import CheckpointSpace
 
@@ -132,8 +133,14 @@ class ProbedWorker:
             raise ProbeError(f"{what} failed on another rank; its error says why. Nothing is changed here")
         return result
 
-    def load(self, prepare: Callable[[Feeder], None], what: str, read: Callable[[], Result]) -> Result:
-        """Run the loader on what ``prepare`` gets ready, then ``read`` what it left.
+    def load(
+        self,
+        prepare: Callable[[Feeder], None],
+        what: str,
+        read: Callable[[], Result],
+        watch: WriteWatch | None = None,
+    ) -> Result:
+        """Run the loader on what ``prepare`` gets ready, watched if asked, then ``read`` what it left.
 
         Raises
         ------
@@ -144,7 +151,7 @@ class ProbedWorker:
         """
         while True:
             self.tell(what)
-            status, error, result = self._attempt(prepare, read)
+            status, error, result = self._attempt(prepare, read, watch)
             worst = Status(self.vote(int(status)))
             if worst is Status.FINE and result is not None:
                 self._done += 1
@@ -160,7 +167,7 @@ class ProbedWorker:
             raise ProbeError(f"{what}: could not read the live tensors: {_describe(error)}") from error
 
     def _attempt(
-        self, prepare: Callable[[Feeder], None], read: Callable[[], Result]
+        self, prepare: Callable[[Feeder], None], read: Callable[[], Result], watch: WriteWatch | None
     ) -> tuple[Status, Exception | None, tuple[Result] | None]:
         try:
             self.keeper.give_back_steering(self.live)
@@ -169,7 +176,7 @@ class ProbedWorker:
             return Status.FAILED, error, None
         raised: Exception | None = None
         try:
-            self._call()
+            self._call(watch)
         except Exception as error:  # noqa: BLE001 a loader may raise anything
             raised = error
         try:
@@ -184,8 +191,10 @@ class ProbedWorker:
         except Exception as error:  # noqa: BLE001 every rank must hear of it
             return Status.FAILED, error, None
 
-    def _call(self) -> None:
-        with torch.no_grad():
+    def _call(self, watch: WriteWatch | None) -> None:
+        if watch is not None:
+            watch.clear()
+        with torch.no_grad(), nullcontext() if watch is None else watch:
             result = self._load_weights(self.feeder.feed())
             if isinstance(result, GeneratorType):
                 deque(result, maxlen=0)

@@ -31,12 +31,16 @@ from adapters.probe_readings import Reading, readings_of
 from adapters.probe_settle import settle
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
+from adapters.probe_writes import WriteWatch
 from adapters.torch_bits import as_bits
 from adapters.trace_compare import probe_against_trace
 from adapters.tracing import trace
 from layout_algebra.diff2 import Diff2, encode
+from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
 from layout_algebra.residues import Codebook, Pass, choose_codebook, holds_codes, plan_passes
+from layout_algebra.runs import RunTable
+from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -93,7 +97,8 @@ def probe(
     Returns
     -------
     SourceMap
-        For every name the final tensor's elements: copy of one id, empty, or opaque.
+        For every name the final tensor's elements: copy of one id, empty, or opaque. ``written_twice`` names parameters
+        of which some element was loaded twice, where some checkpoint element is lost; the map tells the last load.
 
     Raises
     ------
@@ -140,8 +145,8 @@ def probe(
         worker = ProbedWorker(load_weights, parameters, space, agree, progress, executor, feeder, len(passes) + 2)
         with worker.kept():
             claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
-            values = _verify(worker, claims)
-            found = worker.together(lambda: _settle(worker, claims), "settling what verification left")
+            values, lost = _verify(worker, claims)
+            found = worker.together(lambda: _settle(worker, claims, lost), "settling what verification left")
             depends = find_dependencies(worker, found, values)
     settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
     return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
@@ -163,9 +168,16 @@ def _with_trace(
     return probe_against_trace(probed, traced, note)
 
 
-def _settle(worker: ProbedWorker, claims: AllClaims) -> dict[str, ParameterMap]:
+def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]) -> dict[str, ParameterMap]:
     found = {one.name: settle(claims[one.name], worker.space) for one in worker.live}
     _check_wrote(found)
+    for name, elements in lost.items():
+        if len(elements):
+            found[name] = replace(found[name], written_twice=RunTable.from_ids(elements))
+            worker.note(
+                f"{name}: {len(elements):,} elements are loaded twice, such as element {elements[0]:,}; the map tells "
+                "what the last load wrote. If that is not meant, shards overlap or two tensors share the memory"
+            )
     return found
 
 
@@ -267,19 +279,35 @@ def _check_values(worker: ProbedWorker, readings: _Readings, claims: AllClaims) 
     return made
 
 
-def _verify(worker: ProbedWorker, claims: AllClaims) -> Range:
-    """Run both verification passes, with tamer numbers for a loader that refuses the first ones; which it stood."""
+def _verify(worker: ProbedWorker, claims: AllClaims) -> tuple[Range, dict[str, IdArray]]:
+    """Run both verification passes, with tamer numbers for a loader that refuses the first ones.
+
+    Returns
+    -------
+    tuple
+        The numbers that it stood, and the elements of every live tensor that it loaded twice. They are watched for only
+        where some checkpoint element is held nowhere: else no load was lost.
+    """
     dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
+    watch = None if _holds_all(worker.space, claims) else WriteWatch()
+    lost: dict[str, IdArray] = {}
     for values in Range:
         try:
             for letter, pattern in zip("AB", verification_pair(dtypes, values), strict=True):
                 predictions: dict[Reading, Prediction] = {}
+                watching = watch if letter == "A" else None
 
-                def read(pattern: Pattern = pattern, predictions: dict[Reading, Prediction] = predictions) -> bool:
+                def read(
+                    pattern: Pattern = pattern,
+                    predictions: dict[Reading, Prediction] = predictions,
+                    watching: WriteWatch | None = watching,
+                ) -> bool:
                     _compare(worker, claims, pattern, predictions)
+                    if watching is not None:
+                        lost.update((one.name, watching.lost(one.tensor)) for one in worker.live)
                     return True
 
-                worker.load(_feeding(pattern), f"verification {letter}", read)
+                worker.load(_feeding(pattern), f"verification {letter}", read, watching)
         except LoaderRaisedError as error:
             if values is Range.NARROW:
                 raise
@@ -287,8 +315,16 @@ def _verify(worker: ProbedWorker, claims: AllClaims) -> Range:
         else:
             if values is not Range.SIGNED:
                 worker.note(f"load_weights refused the wider numbers of verification: {values.value}")
-            return values
+            return values, lost
     raise AssertionError("unreachable: the last range returns or raises")
+
+
+def _holds_all(space: CheckpointSpace, claims: AllClaims) -> bool:
+    """Whether every checkpoint element seems to be held."""
+    tables = [one.copies for several in claims.values() for one in several]
+    if sum(int(table.elements.sum()) for table in tables) < space.total_elements:
+        return False
+    return RunTable.from_runs(CopyTable.concatenate(tables).source_runs()[0]).elements == space.total_elements
 
 
 def _compare(worker: ProbedWorker, claims: AllClaims, pattern: Pattern, predictions: dict[Reading, Prediction]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,9 @@ class ParameterMap:
         Flat indices of opaque elements.
     depends_on
         Checkpoint tensors that the opaque elements are computed from, in natural order.
+    written_twice
+        Flat indices that more than one load wrote when the map was found; the map tells what the last one wrote. A
+        remark on the loader, not part of the layout: digests and serialized maps leave it out.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +59,7 @@ class ParameterMap:
     copies: CopyTable
     opaque: RunTable
     depends_on: tuple[str, ...] = ()
+    written_twice: RunTable = field(default_factory=RunTable.empty)
 
     @property
     def elements(self) -> int:
@@ -205,6 +209,11 @@ class SourceMap:
     def depends_on(self, parameter: str) -> tuple[str, ...]:
         """Checkpoint tensors an opaque parameter is computed from; empty for any other, or where unknown."""
         return self[parameter].depends_on
+
+    @property
+    def written_twice(self) -> tuple[str, ...]:
+        """Parameters of which some element was loaded twice while the map was found; see ``ParameterMap``."""
+        return tuple(name for name, entry in self._parameters.items() if entry.written_twice)
 
     def coverage(self) -> Coverage:
         """Elements copied, empty and opaque, and the checkpoint tensors nobody here uses."""

@@ -1,0 +1,191 @@
+"""Elements that a loader loads twice: what overlaps leaves no trace in the end, so writes are watched.
+
+During one load every torch operation that copies something is noted. Where a later copy lands on one that nothing
+read in between, the earlier load is lost, and its elements are told. A loader that fills whole tensors before, or
+permutes in place what it loaded, loses nothing. Writes outside of torch, through index tensors or on other threads are
+not seen.
+
+>>> held = torch.zeros(4)
+>>> with WriteWatch() as watch:
+...     held[0:3].copy_(torch.tensor([1.0, 2.0, 3.0]))
+...     held[2:4].copy_(torch.tensor([4.0, 5.0]))
+tensor([1., 2., 3.])
+tensor([4., 5.])
+>>> watch.lost(held).tolist()
+[2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from adapters.torch_bits import bits_view
+from layout_algebra.dtypes import IdArray
+
+_FEW = 16
+_MOST_BYTES = 1 << 30
+_MOST_WRITES = 2048
+
+
+class _Box(NamedTuple):
+    """Where a view's elements are: byte addresses ``start + sum(index * step)``, each of ``item`` bytes."""
+
+    start: int
+    stop: int
+    item: int
+    axes: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Box:
+        item, start = tensor.element_size(), tensor.data_ptr()
+        axes = [(n, step * item) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and step]
+        axes.sort(key=lambda axis: -axis[1])
+        return _Box(start, start + sum((n - 1) * step for n, step in axes) + item, item, tuple(axes))
+
+    def bytes(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """For every byte of ``start .. stop - 1`` whether it belongs to an element."""
+        whole = np.zeros(self.stop - self.start, dtype=np.bool_)
+        shape, steps = [n for n, _ in self.axes], [step for _, step in self.axes]
+        np.lib.stride_tricks.as_strided(whole, (*shape, self.item), (*steps, 1))[...] = True
+        return whole[start - self.start : stop - self.start]
+
+    def apart(self, other: _Box) -> bool:
+        """Whether two boxes share no byte, as far as this is told by the places of both along common axes."""
+        if self.stop <= other.start or other.stop <= self.start:
+            return True
+        steps = sorted({step for _, step in (*self.axes, *other.axes)}, reverse=True)
+        mine, theirs = self.start - min(self.start, other.start), other.start - min(self.start, other.start)
+        extents = {step: n for n, step in self.axes}, {step: n for n, step in other.axes}
+        for number, step in enumerate(steps):
+            at, there = mine // step, theirs // step
+            mine, theirs = mine % step, theirs % step
+            inner = max(_reach(box, steps[number + 1 :], rest) for box, rest in ((self, mine), (other, theirs)))
+            if inner > step:
+                return False  # what lies inside crosses into the next place of this axis
+            if at + extents[0].get(step, 1) <= there or there + extents[1].get(step, 1) <= at:
+                return True
+        return mine + self.item <= theirs or theirs + other.item <= mine
+
+
+def _reach(box: _Box, steps: Sequence[int], start: int) -> int:
+    """Where a box ends along its axes of these steps, from a byte on."""
+    return start + sum((n - 1) * step for n, step in box.axes if step in steps) + box.item
+
+
+class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, follows what this thread's torch operations copy onto what they copied before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pending: dict[int, list[_Box]] = {}
+        self._lost: dict[int, list[tuple[_Box, _Box]]] = {}
+
+    def clear(self) -> None:
+        """Forget everything, before another load."""
+        self._pending.clear()
+        self._lost.clear()
+
+    def lost(self, tensor: torch.Tensor) -> IdArray:
+        """Flat indices of a tensor's elements that were copied over before anything read them; ascending.
+
+        Pairs of copies that share more than a gigabyte, and copies after a tensor's first 2,048, are left out.
+        """
+        found = []
+        for one, other in self._lost.get(tensor.untyped_storage().data_ptr(), ()):
+            start, stop = max(one.start, other.start), min(one.stop, other.stop)
+            if stop - start <= _MOST_BYTES:
+                found.append(np.flatnonzero(one.bytes(start, stop) & other.bytes(start, stop)) + start)
+        if not found:
+            return np.empty(0, dtype=np.int64)
+        places = np.unique(np.concatenate(found))
+        starts = np.full(tuple(tensor.shape), tensor.data_ptr(), dtype=np.int64)
+        for axis, step in enumerate(tensor.stride()):
+            along = np.arange(tensor.shape[axis], dtype=np.int64) * step * tensor.element_size()
+            starts += along.reshape(-1, *[1] * (tensor.ndim - axis - 1))
+        return np.flatnonzero(np.isin(starts.reshape(-1), places))
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        try:
+            self._observe(func, args, kwargs)
+        except RuntimeError:
+            self.clear()  # a tensor without memory of its own; nothing is known of this load
+        return func(*args, **kwargs)
+
+    def _observe(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        written, read, is_view = _tensors_of(func, args, kwargs)
+        if not is_view:
+            for tensor in read:
+                self._forget(tensor)
+            loads = func.overloadpacket in _COPIES and len(read) == len(written)
+            for position, tensor in enumerate(written):
+                if loads and tensor.numel() and _says_something(read[position]):
+                    self._note(tensor)
+                else:
+                    self._forget(tensor)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage().data_ptr()
+        box = _Box.of(tensor)
+        pending = self._pending.setdefault(storage, [])
+        if len(pending) == _MOST_WRITES:
+            return
+        for other in pending:
+            if not box.apart(other):
+                self._lost.setdefault(storage, []).append((other, box))
+        pending.append(box)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Something read these elements, or did more to them than to replace them."""
+        pending = self._pending.get(tensor.untyped_storage().data_ptr())
+        if pending and tensor.numel():
+            box = _Box.of(tensor)
+            pending[:] = [one for one in pending if one.stop <= box.start or box.stop <= one.start]
+
+
+_COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._foreach_copy_})
+
+
+def _tensors_of(
+    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """Tensors that an operation writes, those that it reads, and whether it only makes a view."""
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    is_view = False
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        is_view |= alias is not None and not alias.is_write
+        side = written if alias is not None and alias.is_write else read
+        side += [one for one in _flat(given) if one.layout == torch.strided and not is_traceable_wrapper_subclass(one)]
+    return written, read, is_view
+
+
+def _flat(given: object) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _flat(one)
+
+
+def _says_something(source: torch.Tensor) -> bool:
+    """Whether a copied tensor may hold loaded numbers: one that is the same number everywhere is a fill."""
+    if source.device.type != "cpu" or source.numel() < 2 or source.ndim == 0:
+        return True
+    first = bits_view(source[(0,) * (source.ndim - 1)][:_FEW]).reshape(-1)
+    last = bits_view(source[(-1,) * (source.ndim - 1)][-_FEW:]).reshape(-1)
+    return bool((first != first[0]).any() or (last != first[0]).any())
