@@ -52,20 +52,33 @@ def find_benchmarks(folder: Path | None = None) -> dict[str, Path]:
     }
 
 
-def run_benchmark(name: str, folder: Path | None = None) -> BenchResult:
+def run_benchmark(name: str, folder: Path | None = None, *, case: str | None = None) -> BenchResult:
     """Run one benchmark in this process.
+
+    Parameters
+    ----------
+    name, folder
+        Which, and where.
+    case
+        Only this case: a name in the benchmark's `cases()`, or the beginning of the names of some of its rows.
 
     Raises
     ------
     BenchError
-        No such benchmark, or its `rows()` gave something else than a list of `Row`.
+        No such benchmark or case, or its `rows()` gave something else than a list of `Row`.
     """
     path = _known(name, folder)
     machine = this_machine()
     module = _import_file(name, path)
     if not callable(getattr(module, "rows", None)):
         raise BenchError(f"benchmark {name}: expected a function rows() in {path}, got none")
-    rows = module.rows()
+    apart = module.cases() if callable(getattr(module, "cases", None)) else {}
+    rows = apart[case]() if case in apart else module.rows()
+    if case is not None and case not in apart:
+        known = [row.case for row in rows]
+        rows = [row for row in rows if row.case.startswith(case)]
+        if not rows:
+            raise BenchError(f"benchmark {name}: no case begins with {case!r}; there are {', '.join([*apart, *known])}")
     if not (isinstance(rows, list) and rows and all(isinstance(row, Row) for row in rows)):
         raise BenchError(f"benchmark {name}: expected rows() to return a non-empty list of Row, got {rows!r}")
     return BenchResult(name=name, rows=tuple(rows), machine=machine)

@@ -75,6 +75,7 @@ def demo(
 @app.command()
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which benchmark; all of them when left out.")] = None,
+    case: Annotated[str | None, typer.Argument(help="Which case of it; all of them when left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each benchmark.")] = False,
     list_names: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with status 1 when a row misses its bar.")] = False,
@@ -89,7 +90,8 @@ def bench(
             return
         good = True
         for each in [name] if name is not None else list(find_benchmarks(folder)):
-            result = run_benchmark(each, folder) if name is not None else run_benchmark_apart(each, folder)
+            alone = name is not None
+            result = run_benchmark(each, folder, case=case) if alone else run_benchmark_apart(each, folder)
             print_results([result], as_json=as_json)
             good = good and result.ok
     except BenchError as error:

@@ -75,6 +75,27 @@ def test_json_is_one_object_and_check_judges(folder: Path) -> None:
 
 
 @pytest.mark.processes
+CASED = """
+from adapters.cli.benchmark import Row
+
+def cases():
+    return {"one": lambda: [Row.against_floor("one", value=1.0, unit="s", floor=1.0)]}
+
+def rows():
+    return [*cases()["one"](), Row.against_floor("two 5", value=2.0, unit="s", floor=1.0)]
+"""
+
+
+def test_one_case_of_a_benchmark(folder: Path) -> None:
+    (folder / "cased.py").write_text(CASED)
+    for case in ("one", "two", "two 5"):
+        done = CliRunner().invoke(app, ["bench", "cased", case, "--json", "--folder", str(folder)])
+        assert [row["case"][:3] for row in json.loads(done.stdout)["rows"]] == [case[:3]]
+    with pytest.raises(BenchError, match="no case begins with 'three'; there are one, one, two 5"):
+        run_benchmark("cased", folder, case="three")
+    assert len(run_benchmark("cased", folder).rows) == 2
+
+
 def test_without_a_name_each_runs_in_a_process_of_its_own(folder: Path) -> None:
     (folder / "nothing.py").unlink()
     (folder / "silent.py").write_text(GOOD)
