@@ -307,9 +307,9 @@ class _WatchedKernels:
         """What reports say."""
         return self._kernels.name
 
-    def prepare(self, rows: IdArray) -> Job:
+    def prepare(self, rows: IdArray, *, packing: bool) -> Job:
         """Rows that are noted when they run."""
-        job = self._kernels.prepare(rows)
+        job = self._kernels.prepare(rows, packing=packing)
         return _WatchedJob(self, job) if len(rows) else job
 
     def before_run(self) -> None:

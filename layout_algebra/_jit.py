@@ -5,13 +5,16 @@ the GIL, so that callers can run them on threads of their own. ``parallel=True``
 an OpenMP region dies.
 
 Numba takes machine code from its cache while the kernel's own file is unchanged, although code of kernels in other
-files has been compiled into it. Here a kernel's stamp covers the files of all kernels that its module imports.
+files has been compiled into it. Here a kernel's stamp covers the files of all kernels and functions that its module
+imports; functions, because numba lets them stand for instructions.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import ParamSpec, TypeVar, cast
 
 import numba
@@ -39,11 +42,18 @@ def _stamped(compiled: object) -> object:
     function = compiled.py_func
     others = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
     imported = [_index_of(other) for other in others if other.py_func.__module__ != function.__module__]
-    if imported:
+    plain = {value.__code__.co_filename for value in function.__globals__.values() if isinstance(value, FunctionType)}
+    if imported or plain:
         index = _index_of(compiled)
-        stamps = "".join(sorted(repr(other._source_stamp) for other in imported))
+        stamps = "".join(sorted([repr(other._source_stamp) for other in imported] + [_stamp(path) for path in plain]))
         index._source_stamp = (index._source_stamp, hashlib.sha256(stamps.encode()).hexdigest())
     return compiled
+
+
+def _stamp(path: str) -> str:
+    """What changes with a file; functions that were made elsewhere than in one never change."""
+    found = Path(path)
+    return f"{path} {found.stat().st_mtime_ns} {found.stat().st_size}" if found.is_file() else path
 
 
 def _index_of(compiled: Dispatcher[Callable[..., object]]) -> IndexDataCacheFile:

@@ -98,7 +98,10 @@ class Executor:
         self._buffers = open_buffers(program, transport, depth)
         addresses = self._buffers.addresses
         self._pack, self._assemble = (
-            [self._kernels.prepare(rows) for rows in bind(table, self._tensors, addresses, packing=packing)]
+            [
+                self._kernels.prepare(rows, packing=packing)
+                for rows in bind(table, self._tensors, addresses, packing=packing)
+            ]
             for table, packing in ((program.pack, True), (program.assemble, False))
         )
         self._layout = f"{program.plan_digest} at depth {self._buffers.depth}"

@@ -34,6 +34,34 @@ def run(folder: Path, **settings: str) -> str:
     return done.stdout.strip()
 
 
+STANDS_IN = """from numba.extending import overload
+
+def one(x):
+    return x
+
+@overload(one)
+def _compiled(x):
+    return lambda x: x + {}
+"""
+CALLER = """from layout_algebra._jit import kernel
+from stands_in import one
+
+@kernel
+def outer(x):
+    return one(x)
+
+print(outer(1), sum(outer.stats.cache_hits.values()))
+"""
+
+
+def test_a_change_in_what_stands_for_instructions_reaches_kernels(tmp_path: Path) -> None:
+    (tmp_path / "outer.py").write_text(CALLER)
+    for number, first in ((1, "2 0"), (22, "23 0")):
+        (tmp_path / "stands_in.py").write_text(STANDS_IN.format(number))
+        assert run(tmp_path) == first
+        assert run(tmp_path) == first.replace(" 0", " 1"), "taken from the cache"
+
+
 def test_a_change_in_a_kernel_reaches_the_kernels_that_call_it(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text(INNER.format(1))
     (tmp_path / "middle.py").write_text(MIDDLE)

@@ -13,6 +13,7 @@ import torch
 
 from transfer_exec.conversions import COPY_WIDTHS, PAIRS, SOURCE_BYTES, TARGET_BYTES, code_of
 from transfer_exec.errors import ProgramError
+from transfer_exec.kernels._shares import split_evenly
 from transfer_exec.kernels.cpu import CpuKernels, copy_ranges, publish_word, read_word
 from transfer_exec.kernels.reference import ReferenceKernels
 
@@ -26,7 +27,7 @@ def convert(values: torch.Tensor, source: str, target: str) -> torch.Tensor:
     out = torch.zeros(len(values), dtype=FLOATS[target])
     code = code_of(source, target)
     row = [values.data_ptr(), values.element_size(), 0, out.data_ptr(), out.element_size(), 0, len(values), 1, code]
-    CpuKernels().prepare(np.array([row], dtype=np.int64)).run()
+    CpuKernels().prepare(np.array([row], dtype=np.int64), packing=True).run()
     return out
 
 
@@ -68,7 +69,9 @@ def test_no_conversion_between_other_types() -> None:
         code_of("I32", "F32")
 
 
-def random_rows(rng: np.random.Generator, source: np.ndarray, target: np.ndarray, count: int) -> np.ndarray:
+def random_rows(
+    rng: np.random.Generator, source: np.ndarray, target: np.ndarray, count: int, *, aligned: bool = True
+) -> np.ndarray:
     """Rows with random strides, signs and shapes; targets disjoint: each row owns a slice of the target."""
     rows = []
     room = len(target) // count
@@ -89,8 +92,8 @@ def random_rows(rng: np.random.Generator, source: np.ndarray, target: np.ndarray
             signs = rng.choice([-1, 1], 2)
             begin = 0 if not disjoint else number * room
             reach = (length - 1) * inner + (outer - 1) * step + width
-            assert reach <= space
-            start = begin - begin % 8 + (8 if begin % 8 else 0)
+            assert reach + 8 <= space
+            start = begin + (-begin % 8 if aligned else int(rng.integers(0, 9)))
             start += (length - 1) * inner * int(signs[0] < 0) + (outer - 1) * step * int(signs[1] < 0)
             sides += [base.ctypes.data + start, inner * int(signs[0]), step * int(signs[1])]
         rows.append([*sides, length, outer, code])
@@ -100,12 +103,13 @@ def random_rows(rng: np.random.Generator, source: np.ndarray, target: np.ndarray
 @pytest.mark.parametrize("seed", range(40))
 def test_any_strides_agree_with_the_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
+    packing = seed % 2 == 0  # small rounds are packed through the cache, and assembled past it
     source = rng.integers(0, 120, 1 << 17, dtype=np.uint8)  # no exponent of all ones: NaN payloads are compared above
     fast, slow = (np.full(1 << 20, 0xA5, dtype=np.uint8) for _ in range(2))
-    rows = random_rows(rng, source, fast, 12)
-    CpuKernels(threads=int(rng.integers(1, 3))).prepare(rows).run()
+    rows = random_rows(rng, source, fast, 12, aligned=False)
+    CpuKernels(threads=int(rng.integers(1, 3))).prepare(rows, packing=packing).run()
     rows[:, 3] += slow.ctypes.data - fast.ctypes.data
-    ReferenceKernels().prepare(rows).run()
+    ReferenceKernels().prepare(rows, packing=packing).run()
     assert np.array_equal(fast, slow)
 
 
@@ -118,8 +122,128 @@ def test_threads_share_the_work_and_agree() -> None:
     for target, kernels in ((one, CpuKernels()), (two, CpuKernels(threads=3))):
         bound = np.array(rows, dtype=np.int64)
         bound[:, 3] = target.ctypes.data + np.arange(len(bound)) * chunk
-        kernels.prepare(bound).run()
+        kernels.prepare(bound, packing=True).run()
         assert np.array_equal(source, target)
+
+
+def filled(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Random bytes, from a cache line on."""
+    raw = rng.integers(0, 256, size + 64, dtype=np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + size]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_pieces_of_every_size_and_alignment(packing: bool) -> None:
+    """Sizes around every branch, each at another place of a line; what stands between the targets is not touched."""
+    rng = np.random.default_rng(3)
+    sizes = [*range(1, 200), 255, 256, 257, 320, 1024, 1088, 4097]
+    source, target, expected = (
+        filled(rng, 1 << 20),
+        np.zeros(1 << 20, dtype=np.uint8),
+        np.zeros(1 << 20, dtype=np.uint8),
+    )
+    rows, at = [], 0
+    for number, size in enumerate([*sizes, *sizes]):
+        at += int(rng.integers(1, 100)) if number % 3 else -at % 64
+        start = int(rng.integers(0, len(source) - size)) if number % 2 else 64 * number
+        rows.append([source.ctypes.data + start, 1, 0, target.ctypes.data + at, 1, 0, size, 1, 0])
+        expected[at : at + size] = source[start : start + size]
+        at += size
+    CpuKernels().prepare(np.array(rows, dtype=np.int64), packing=packing).run()
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 1024, 1344, 48])
+def test_many_pieces_of_one_size(size: int) -> None:
+    """Whole cache lines in random order, and one group of them that is not."""
+    rng = np.random.default_rng(size)
+    source = filled(rng, 300 * size)
+    target = np.zeros(300 * size + 192, dtype=np.uint8)
+    target = target[-target.ctypes.data % 64 :]
+    order = rng.permutation(300)
+    for offset in (0, 8):
+        rows = np.zeros((300, 9), dtype=np.int64)
+        rows[:, 0], rows[:, 1] = source.ctypes.data + order * size, 1
+        rows[:, 3], rows[:, 4] = target.ctypes.data + offset + np.arange(300) * size, 1
+        rows[:, 6:8] = size, 1
+        CpuKernels().prepare(rows, packing=False).run()
+        assert np.array_equal(target[offset : offset + 300 * size].reshape(300, size), source.reshape(300, size)[order])
+
+
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+@pytest.mark.parametrize(("height", "width"), [(1, 300), (33, 70), (129, 513), (300, 31), (256, 256), (5, 1000)])
+def test_transposes(item: int, height: int, width: int) -> None:
+    """Matrices with room between their rows, at any address; either axis may be the rows' inner one."""
+    rng = np.random.default_rng([item, height, width])
+    for number in range(4):
+        from_pitch, to_pitch = (size * item + int(rng.integers(0, 80)) * (number % 2) for size in (width, height))
+        source = filled(rng, height * from_pitch + 64)
+        target = np.full(width * to_pitch + 128, 0xA5, dtype=np.uint8)
+        begin = int(rng.integers(0, 64)) if number < 2 else -target.ctypes.data % 64
+        row = [source.ctypes.data, item, from_pitch, target.ctypes.data + begin, to_pitch, item, width, height]
+        if number % 2:
+            row = [row[k] for k in (0, 2, 1, 3, 5, 4, 7, 6)]
+        CpuKernels().prepare(np.array([[*row, item.bit_length() - 1]], dtype=np.int64), packing=number == 0).run()
+        expected = np.full_like(target, 0xA5)
+        cells = np.lib.stride_tricks.as_strided(source, (height, width, item), (from_pitch, item, 1))
+        room = np.lib.stride_tricks.as_strided(expected[begin:], (width, height, item), (to_pitch, item, 1))
+        room[...] = cells.transpose(1, 0, 2)
+        assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_casts_of_every_length_and_alignment(pair: tuple[str, str]) -> None:
+    """The vector loops, their heads and their tails do what single elements do."""
+    rng = np.random.default_rng(7)
+    of, to = (FLOATS[name].itemsize for name in pair)
+    numbers = torch.from_numpy(rng.standard_normal(4096)).to(FLOATS[pair[0]])
+    source = numbers.view(torch.uint8).numpy()
+    expected = numbers.to(FLOATS[pair[1]]).view(torch.uint8).numpy()
+    for length in (1, 15, 16, 17, 63, 64, 65, 200, 1000):
+        for offset in (0, to, 3, 32 - to):
+            target = np.zeros(1000 * to + 128, dtype=np.uint8)
+            begin = -target.ctypes.data % 64 + offset
+            row = [source.ctypes.data + of, of, 0, target.ctypes.data + begin, to, 0, length, 1, code_of(*pair)]
+            CpuKernels().prepare(np.array([row], dtype=np.int64), packing=False).run()
+            assert np.array_equal(target[begin : begin + length * to], expected[to : (length + 1) * to])
+            assert not target[:begin].any()
+            assert not target[begin + length * to :].any()
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7, 16])
+def test_shares_have_every_element_once_and_equal_bytes(shares: int) -> None:
+    """One long run, one matrix, one transpose and many small pieces: cut, they copy what they copied whole."""
+    rng = np.random.default_rng(shares)
+    source = filled(rng, 3 << 20)
+    rows = [
+        [0, 2, 0, 4, 2, 0, 300_000, 1, 1],
+        [600_000, 1, 3000, 600_064, 1, 2000, 2000, 200, 0],
+        [1_200_000, 2, 1000, 1_200_064, 600, 2, 500, 300, 1],
+        [1_500_000, 4, 0, 1_500_064, 2, 0, 90_000, 1, code_of("F32", "BF16")],
+        *([2_000_000 + 100 * k, 1, 0, 2_000_000 + 100 * k, 1, 0, 96, 1, 0] for k in range(8000)),
+    ]
+    table = np.array(rows, dtype=np.int64)
+    table[:, 0] += source.ctypes.data
+    source.view(np.uint8)[:] &= 0x3F  # no NaN among what is converted
+    whole, cut = np.zeros(3 << 20, dtype=np.uint8), np.zeros(3 << 20, dtype=np.uint8)
+    parts = split_evenly(table, shares)
+    assert len(parts) == shares
+    sizes = [int((p[:, 6] * p[:, 7] * np.maximum(SOURCE_BYTES, TARGET_BYTES)[p[:, 8]]).sum()) for p in parts]
+    assert max(sizes) - sum(sizes) / shares < 33_000, "a transpose is cut where 32 rows begin"
+    for target, given in ((whole, [table]), (cut, parts)):
+        for part in given:
+            moved = part.copy()
+            moved[:, 3] += target.ctypes.data
+            ReferenceKernels().prepare(moved, packing=True).run()
+    assert np.array_equal(whole, cut)
+    assert len(split_evenly(table[:1], shares)) == shares, "one row is cut too"
+    fast = np.zeros_like(whole)
+    table[:, 3] += fast.ctypes.data
+    job = CpuKernels(threads=3).prepare(table, packing=True)
+    for _ in range(2):
+        job.run()
+    assert np.array_equal(whole, fast)
 
 
 def test_ranges_and_words() -> None:
@@ -150,6 +274,11 @@ for source, target in t.PAIRS:
         t.assert_converts_like_torch(numbers * 1.0001, source, target)
 for seed in range(2):
     t.test_any_strides_agree_with_the_reference(seed)
+t.test_pieces_of_every_size_and_alignment(False)
+t.test_many_pieces_of_one_size(128)
+for item in (1, 2, 4, 8):
+    t.test_transposes(item, 33, 70)
+t.test_casts_of_every_length_and_alignment(("F32", "BF16"))
 t.test_ranges_and_words()
 print("interpreted")
 """

@@ -100,7 +100,7 @@ def test_on_a_gpu_every_piece_size_agrees_and_is_as_fast_as_memory() -> None:
         rows[:, 0] = source.data_ptr() + order.numpy() * size
         rows[:, 3] = target.data_ptr() + np.arange(total // size) * size
         rows[:, [1, 4, 6, 7]] = 1, 1, size, 1
-        job = TritonKernels(device).prepare(rows)
+        job = TritonKernels(device).prepare(rows, packing=True)
         job.run()
         assert torch.equal(target.view(-1, size), source.view(-1, size)[order.to(device)])
         floor = _seconds(partial(target.copy_, source))
@@ -120,6 +120,6 @@ def _seconds(work: Callable[[], object], times: int = 10) -> float:
 
 def test_rows_are_prepared_without_a_gpu_and_the_reference_is_an_equal_backend() -> None:
     empty = np.empty((0, 9), dtype=np.int64)
-    job = TritonKernels("cpu").prepare(empty)
+    job = TritonKernels("cpu").prepare(empty, packing=True)
     assert (job.rows.shape, job.tiles.shape) == ((0, 8), (0, 4))
     assert (TritonKernels("cpu").name, ReferenceKernels().name) == ("triton", "reference")

@@ -26,11 +26,11 @@ GUARD = 0xA5
 
 def compare(rows: np.ndarray, target: np.ndarray) -> int:
     """Every byte of the target, rows' own and those around them, as the reference leaves it."""
-    TritonKernels("cpu").prepare(rows).run()
+    TritonKernels("cpu").prepare(rows, packing=True).run()
     expected = np.full_like(target, GUARD)
     moved = rows.copy()
     moved[:, 3] += expected.ctypes.data - target.ctypes.data
-    ReferenceKernels().prepare(moved).run()
+    ReferenceKernels().prepare(moved, packing=True).run()
     different = np.flatnonzero(target != expected)
     assert not len(different), f"{len(different)} bytes differ, the first at {different[0]}"
     return len(rows)
@@ -79,7 +79,7 @@ def conversions(source: str, target: str) -> int:
     out = torch.zeros(len(values), dtype=FLOATS[target])
     code = code_of(source, target)
     row = [values.data_ptr(), values.element_size(), 0, out.data_ptr(), out.element_size(), 0, len(values), 1, code]
-    TritonKernels("cpu").prepare(np.array([row], dtype=np.int64)).run()
+    TritonKernels("cpu").prepare(np.array([row], dtype=np.int64), packing=True).run()
     expected, nan = values.to(FLOATS[target]), values.isnan()
     assert torch.equal(out[~nan].view(torch.uint8), expected[~nan].view(torch.uint8))
     assert bool(out[nan].isnan().all())
@@ -98,7 +98,7 @@ def main() -> None:
     compared += pieces(64, 300, 0, 0, 9) + pieces(17, 40, 5, code_of("F32", "BF16"), 1)
     compared += pieces(LINE_WORDS + 5, 3, 1, code_of("BF16", "F32"), 2)
     compared += sum(conversions(*pair) for pair in PAIRS)
-    TritonKernels("cpu").prepare(np.empty((0, 9), dtype=np.int64)).run()
+    TritonKernels("cpu").prepare(np.empty((0, 9), dtype=np.int64), packing=True).run()
     print("ok", compared)
 
 

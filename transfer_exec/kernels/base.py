@@ -1,7 +1,7 @@
 """What a kernel backend does: copy rows of elements from addresses to addresses, converting on the way.
 
-    job = kernels.prepare(rows)    # once per plan and round
-    job.run()                      # in every update
+    job = kernels.prepare(rows, packing=True)    # once per plan and round
+    job.run()                                    # in every update
 
 A row is ``count`` x ``length`` elements at ``source + i * source_step + j * source_stride`` that go to ``target + i *
 target_step + j * target_stride``, all in bytes. One job does a whole round, for packing and assembling alike; the
@@ -46,7 +46,7 @@ class Kernels(Protocol):
         """Short name for reports."""
         ...
 
-    def prepare(self, rows: IdArray) -> Job:
+    def prepare(self, rows: IdArray, *, packing: bool) -> Job:
         """Make ready to copy every element of every row, converted as its code says (`transfer_exec.conversions`).
 
         Parameters
@@ -54,5 +54,7 @@ class Kernels(Protocol):
         rows
             int64, shape ``(n, 9)``, columns as in `RowColumn`. No two rows write one byte, and no row reads what
             another writes.
+        packing
+            Targets are buffers, which are read next, and not tensors.
         """
         ...

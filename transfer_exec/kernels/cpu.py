@@ -1,141 +1,194 @@
-"""The CPU backend: numba loops that release the GIL.
+"""The CPU backend: numba loops that release the GIL, over tables that are made once.
 
-A stretch that is contiguous on both sides is one ``memcpy``; everything else goes element by element in small
-tiles, so that a transpose finds its cache lines again. Work is split over threads of our own by bytes.
+Rows are sorted by what they ask for: contiguous pieces, transposes, and the rest. Each kind has its own loops, compiled
+for the elements that occur, and a table of no more columns than it reads. Work is split into shares of equal bytes,
+which threads of our own take one after another. Targets that nobody reads soon are streamed past the cache.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra._jit import kernel
 from layout_algebra.dtypes import IdArray
-from transfer_exec.conversions import PAIRS, SOURCE_BYTES
-from transfer_exec.kernels._convert import BF16, F16, F32, F64, Bits, narrow, widen
-from transfer_exec.kernels._memory import (
-    copy_bytes,
-    load8,
-    load16,
-    load32,
-    load64,
-    observe,
-    publish,
-    store8,
-    store16,
-    store32,
-    store64,
-)
+from transfer_exec.conversions import COPY_WIDTHS, PAIRS, SOURCE_BYTES
+from transfer_exec.kernels._crossed import SCRATCH_BYTES, copy_crossed
+from transfer_exec.kernels._floats import BRAIN, DOUBLE, HALF, SINGLE
+from transfer_exec.kernels._memory import copy_bytes, observe, publish
+from transfer_exec.kernels._pieces import copy_grids, copy_list
+from transfer_exec.kernels._shares import split_evenly, uniform_rows
+from transfer_exec.kernels._strided import copy_strided
+from transfer_exec.kernels._vectors import Unit
 from transfer_exec.kernels.base import RowColumn
 
-_TILE_COUNT = 64
-_TILE_LENGTH = 8  # as many lines as a cache set has ways: strides that are powers of two fall into one set
-_BLOCK = 512
-_MIN_BYTES_PER_THREAD = 1 << 20
-_KIND = {"BF16": BF16, "F16": F16, "F32": F32, "F64": F64}
-_SOURCE_KIND = tuple(_KIND[source] for source, _ in PAIRS)
-_TARGET_KIND = tuple(_KIND[target] for _, target in PAIRS)
+_STREAMED_BYTES = 8 << 20
+"""A round of this size is not found in the cache by whoever reads it next."""
+_SHARE_BYTES = 1 << 20
+_SHARES_PER_THREAD = 4
+_LINE = 64
+_SMALLEST_CROSSED_BYTES = 32
+_UNITS = {"BF16": BRAIN, "F16": HALF, "F32": SINGLE, "F64": DOUBLE}
+
+_T = TypeVar("_T")
+Scratch = npt.NDArray[np.uint8]
+Call = Callable[[Scratch], None]
+"""One kernel with its table."""
 
 
 class CpuKernels:
-    """Numba kernels on the calling thread, or on a few threads of their own.
+    """Numba kernels on the calling thread and on a few threads of their own.
 
     Parameters
     ----------
     threads
-        How many threads share a call. The pool is made at the first call that uses it.
+        How many threads share a job, the caller's among them. Others are made when the first job needs them.
     """
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = max(int(threads), 1)
         self._pool: ThreadPoolExecutor | None = None
+        self._scratch: deque[Scratch] = deque()
 
     @property
     def name(self) -> str:
         """Short name for reports."""
         return "cpu"
 
-    def prepare(self, rows: IdArray) -> CpuJob:
-        """See `Kernels.prepare`; compiles what the rows need."""
-        if not len(rows):
-            return CpuJob((), None)
-        copy_rows(rows[:0])
+    def prepare(self, rows: IdArray, *, packing: bool) -> CpuJob:
+        """See `Kernels.prepare`; compiles the loops that the rows need."""
+        rows = uniform_rows(rows)
         sizes = rows[:, RowColumn.LENGTH] * rows[:, RowColumn.COUNT] * SOURCE_BYTES[rows[:, RowColumn.CODE]]
         total = int(sizes.sum())
-        parts = min(self._threads, max(total // _MIN_BYTES_PER_THREAD, 1), len(rows))
-        if parts == 1:
-            return CpuJob((rows,), None)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="transload-copy")
-        cuts = np.searchsorted(np.cumsum(sizes), np.arange(1, parts) * total // parts)
-        return CpuJob(tuple(part for part in np.split(rows, cuts) if len(part)), self._pool)
+        streams = not packing or total >= _STREAMED_BYTES
+        shares = min(self._threads * _SHARES_PER_THREAD, total // _SHARE_BYTES) if self._threads > 1 else 1
+        parts = split_evenly(rows, max(shares, 1)) if len(rows) else []
+        if len(parts) > 1 and self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="transload-copy")
+        helpers = min(self._threads, len(parts)) - 1
+        return CpuJob(
+            tuple(_calls(part, streams=streams) for part in parts), self._pool, max(helpers, 0), self._scratch
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuJob:
-    """Rows cut into parts of equal work, each for one thread of the pool, or the only one for the caller's."""
+    """Shares of equal work, each some kernels with their tables.
 
-    parts: tuple[IdArray, ...]
+    Attributes
+    ----------
+    shares
+        What is to be done, in any order.
+    pool, helpers
+        How many of the pool's threads help the caller's.
+    scratch
+        Small arrays that no running thread uses; those of one `CpuKernels` share them.
+    """
+
+    shares: tuple[tuple[Call, ...], ...]
     pool: ThreadPoolExecutor | None
+    helpers: int
+    scratch: deque[Scratch]
 
     def run(self) -> None:
         """Copy every element of every row."""
-        if self.pool is None:
-            for part in self.parts:
-                copy_rows(part)
-            return
-        futures: list[Future[None]] = [self.pool.submit(copy_rows, part) for part in self.parts]
-        for future in futures:
-            future.result()
+        left = deque(self.shares)
+        pool = self.pool
+        helping = [pool.submit(self._work, left) for _ in range(self.helpers)] if pool is not None else []
+        try:
+            self._work(left)
+        finally:
+            for each in helping:
+                each.result()
+
+    def _work(self, left: deque[tuple[Call, ...]]) -> None:
+        """Do shares until none is left."""
+        scratch = _pop(self.scratch)
+        if scratch is None:
+            scratch = np.empty(SCRATCH_BYTES, dtype=np.uint8)
+        while (share := _pop(left)) is not None:
+            for call in share:
+                call(scratch)
+        self.scratch.append(scratch)
 
 
-@kernel
-def copy_rows(rows: IdArray) -> None:
-    """Copy rows of `RowColumn` columns."""
-    scratch = np.empty(_BLOCK, dtype=np.uint32)
-    for row in range(rows.shape[0]):
-        source, source_stride, source_step = rows[row, 0], rows[row, 1], rows[row, 2]
-        target, target_stride, target_step = rows[row, 3], rows[row, 4], rows[row, 5]
-        length, count, code = rows[row, 6], rows[row, 7], rows[row, 8]
-        if code >= 4:
-            if length >= count:
-                for i in range(count):
-                    _convert(
-                        code,
-                        source + i * source_step,
-                        source_stride,
-                        target + i * target_step,
-                        target_stride,
-                        length,
-                        scratch,
-                    )
-            else:
-                for j in range(length):
-                    _convert(
-                        code,
-                        source + j * source_stride,
-                        source_step,
-                        target + j * target_stride,
-                        target_step,
-                        count,
-                        scratch,
-                    )
-            continue
-        item = 1 << code
-        if source_stride == item and target_stride == item and length * item >= 32:
-            for i in range(count):
-                copy_bytes(target + i * target_step, source + i * source_step, length * item)
-        elif code == 0:
-            _copy8(source, source_stride, source_step, target, target_stride, target_step, length, count)
-        elif code == 1:
-            _copy16(source, source_stride, source_step, target, target_stride, target_step, length, count)
-        elif code == 2:
-            _copy32(source, source_stride, source_step, target, target_stride, target_step, length, count)
-        else:
-            _copy64(source, source_stride, source_step, target, target_stride, target_step, length, count)
+def _pop(items: deque[_T]) -> _T | None:
+    """The next item, if other threads have left one."""
+    try:
+        return items.popleft()
+    except IndexError:
+        return None
+
+
+def _calls(rows: IdArray, *, streams: bool) -> tuple[Call, ...]:
+    """The kernels for some uniform rows."""
+    code, length, count = rows[:, RowColumn.CODE], rows[:, RowColumn.LENGTH], rows[:, RowColumn.COUNT]
+    item = SOURCE_BYTES[code]
+    copies = code < len(COPY_WIDTHS)
+    reads_on = rows[:, RowColumn.SOURCE_STRIDE] == item
+    pieces = copies & reads_on & (rows[:, RowColumn.TARGET_STRIDE] == item)
+    crossed = copies & reads_on & ~pieces & (rows[:, RowColumn.TARGET_STEP] == item) & (count > 1)
+    crossed &= np.minimum(length, count) * item >= _SMALLEST_CROSSED_BYTES
+    out = []
+    if (listed := pieces & (count == 1)).any():
+        out.append(_listed(rows[listed], streams=streams))
+    if (grids := pieces & (count > 1)).any():
+        out.append(_gridded(rows[grids], streams=streams))
+    rest = ~pieces & ~crossed
+    for number in np.unique(code[crossed]).tolist():
+        out.append(_crossed(rows[crossed & (code == number)], streams=streams))
+    for number in np.unique(code[rest]).tolist():
+        out.append(_strided(rows[rest & (code == number)], number, streams=streams))
+    return tuple(out)
+
+
+def _listed(rows: IdArray, *, streams: bool) -> Call:
+    pieces = np.ascontiguousarray(rows[:, [RowColumn.SOURCE, RowColumn.TARGET]])
+    sizes = rows[:, RowColumn.LENGTH] * SOURCE_BYTES[rows[:, RowColumn.CODE]]
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(sizes)) + 1])
+    off_line = np.bitwise_or.reduceat(pieces[:, 1] | sizes, starts) % _LINE
+    lines = np.where(off_line == 0, sizes[starts] // _LINE, 0)
+    groups = np.stack([sizes[starts], starts, np.append(starts[1:], len(rows)), lines], axis=1)
+    copy_list(pieces[:0], groups[:0], streams)
+    return lambda _: copy_list(pieces, groups, streams)
+
+
+def _gridded(rows: IdArray, *, streams: bool) -> Call:
+    sides = (RowColumn.SOURCE, RowColumn.SOURCE_STEP, RowColumn.TARGET, RowColumn.TARGET_STEP)
+    sizes = rows[:, RowColumn.LENGTH] * SOURCE_BYTES[rows[:, RowColumn.CODE]]
+    grids = np.column_stack([rows[:, sides], sizes, rows[:, RowColumn.COUNT]])
+    copy_grids(grids[:0], streams)
+    return lambda _: copy_grids(grids, streams)
+
+
+def _crossed(rows: IdArray, *, streams: bool) -> Call:
+    unit: Unit = np.empty(0, dtype=f"u{SOURCE_BYTES[rows[0, RowColumn.CODE]]}")
+    source = (RowColumn.SOURCE, RowColumn.SOURCE_STEP, RowColumn.COUNT)
+    target = (RowColumn.TARGET, RowColumn.TARGET_STRIDE, RowColumn.LENGTH)
+    table = np.ascontiguousarray(rows[:, source + target])
+    copy_crossed(table[:0], np.empty(SCRATCH_BYTES, dtype=np.uint8), unit, streams)
+    return lambda scratch: copy_crossed(table, scratch, unit, streams)
+
+
+def _strided(rows: IdArray, code: int, *, streams: bool) -> Call:
+    of, to = _units(code)
+    table = np.ascontiguousarray(rows)
+    copy_strided(table[:0], of, to, streams)
+    return lambda _: copy_strided(table, of, to, streams)
+
+
+def _units(code: int) -> tuple[Unit, Unit]:
+    if code < len(COPY_WIDTHS):
+        unit: Unit = np.empty(0, dtype=f"u{COPY_WIDTHS[code]}")
+        return unit, unit
+    source, target = PAIRS[code - len(COPY_WIDTHS)]
+    return np.empty(0, dtype=_UNITS[source]), np.empty(0, dtype=_UNITS[target])
 
 
 @kernel
@@ -156,79 +209,3 @@ def publish_word(address: int, value: int) -> None:
 def read_word(address: int) -> int:
     """Load a 64-bit word with acquire order."""
     return int(observe(address))
-
-
-@kernel
-def _convert(
-    code: int, source: int, source_stride: int, target: int, target_stride: int, count: int, scratch: Bits
-) -> None:
-    begin = 0
-    while begin < count:
-        size = min(count - begin, _BLOCK)
-        widen(_SOURCE_KIND[code - 4], source + begin * source_stride, source_stride, size, scratch)
-        narrow(_TARGET_KIND[code - 4], scratch, target + begin * target_stride, target_stride, size)
-        begin += size
-
-
-@kernel
-def _copy8(
-    source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
-    length: int, count: int,
-) -> None:  # fmt: skip
-    tile = _TILE_LENGTH if count > 1 else length
-    for i0 in range(0, count, _TILE_COUNT):
-        for j0 in range(0, length, tile):
-            for i in range(i0, min(i0 + _TILE_COUNT, count)):
-                for j in range(j0, min(j0 + tile, length)):
-                    store8(
-                        target + i * target_step + j * target_stride,
-                        load8(source + i * source_step + j * source_stride),
-                    )
-
-
-@kernel
-def _copy16(
-    source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
-    length: int, count: int,
-) -> None:  # fmt: skip
-    tile = _TILE_LENGTH if count > 1 else length
-    for i0 in range(0, count, _TILE_COUNT):
-        for j0 in range(0, length, tile):
-            for i in range(i0, min(i0 + _TILE_COUNT, count)):
-                for j in range(j0, min(j0 + tile, length)):
-                    store16(
-                        target + i * target_step + j * target_stride,
-                        load16(source + i * source_step + j * source_stride),
-                    )
-
-
-@kernel
-def _copy32(
-    source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
-    length: int, count: int,
-) -> None:  # fmt: skip
-    tile = _TILE_LENGTH if count > 1 else length
-    for i0 in range(0, count, _TILE_COUNT):
-        for j0 in range(0, length, tile):
-            for i in range(i0, min(i0 + _TILE_COUNT, count)):
-                for j in range(j0, min(j0 + tile, length)):
-                    store32(
-                        target + i * target_step + j * target_stride,
-                        load32(source + i * source_step + j * source_stride),
-                    )
-
-
-@kernel
-def _copy64(
-    source: int, source_stride: int, source_step: int, target: int, target_stride: int, target_step: int,
-    length: int, count: int,
-) -> None:  # fmt: skip
-    tile = _TILE_LENGTH if count > 1 else length
-    for i0 in range(0, count, _TILE_COUNT):
-        for j0 in range(0, length, tile):
-            for i in range(i0, min(i0 + _TILE_COUNT, count)):
-                for j in range(j0, min(j0 + tile, length)):
-                    store64(
-                        target + i * target_step + j * target_stride,
-                        load64(source + i * source_step + j * source_stride),
-                    )

@@ -26,8 +26,8 @@ class ReferenceKernels:
         """Short name for reports."""
         return "reference"
 
-    def prepare(self, rows: IdArray) -> ReferenceJob:
-        """See `Kernels.prepare`."""
+    def prepare(self, rows: IdArray, *, packing: bool) -> ReferenceJob:
+        """See `Kernels.prepare`; both ways are one here."""
         return ReferenceJob(rows)
 
 

@@ -55,8 +55,8 @@ class TritonKernels:
         """Short name for reports."""
         return "triton"
 
-    def prepare(self, rows: IdArray) -> TritonJob:
-        """Make ready to copy every element of every row; see `Kernels.prepare`."""
+    def prepare(self, rows: IdArray, *, packing: bool) -> TritonJob:
+        """Make ready to copy every element of every row; see `Kernels.prepare`. Both ways are one here."""
         table, tiles = tiles_of(rows)
         return TritonJob(*(torch.from_numpy(each).to(self._device) for each in (table, tiles)))
 
