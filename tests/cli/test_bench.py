@@ -74,7 +74,6 @@ def test_json_is_one_object_and_check_judges(folder: Path) -> None:
     assert "9" in runner.invoke(app, ["bench", "good", "--folder", str(folder)]).stdout
 
 
-@pytest.mark.processes
 CASED = """
 from adapters.cli.benchmark import Row
 
@@ -96,6 +95,7 @@ def test_one_case_of_a_benchmark(folder: Path) -> None:
     assert len(run_benchmark("cased", folder).rows) == 2
 
 
+@pytest.mark.processes
 def test_without_a_name_each_runs_in_a_process_of_its_own(folder: Path) -> None:
     (folder / "nothing.py").unlink()
     (folder / "silent.py").write_text(GOOD)
