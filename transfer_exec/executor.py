@@ -155,13 +155,15 @@ class Executor:
             self._transport.connect(endpoint)
             self._connected.add(peer)
 
-    def run(self, version: int) -> WorkerReport:
+    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
         ----------
         version
             Greater than that of any earlier run, and the same on all workers.
+        trace
+            Keep spans in the report (`transfer_exec.trace`).
 
         Raises
         ------
@@ -175,7 +177,7 @@ class Executor:
         After an error parameters may be half written, and the executor does not run again: peers may still be at
         the old version. Make a new one on a new transport.
         """
-        steps = self.start(version, self._pool)
+        steps = self.start(version, self._pool, trace=trace)
         previous: Wait | None = None
         since, polls = 0.0, 0
         try:
@@ -200,7 +202,7 @@ class Executor:
         finally:
             steps.close()
 
-    def start(self, version: int, pool: Pool | None = None) -> Steps:
+    def start(self, version: int, pool: Pool | None = None, *, trace: bool = False) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
         It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that
@@ -220,7 +222,7 @@ class Executor:
         if unknown:
             raise TransportError(f"{self._program.worker}: is not connected to {', '.join(unknown)}")
         self._newest = version
-        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version, pool)
+        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version, pool, trace)
         return update.steps(self._pack, self._assemble)
 
     def abort(self, reason: str) -> None:

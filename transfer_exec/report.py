@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from transfer_exec.errors import ReportError
 from transfer_exec.plan import Plan, Stage
@@ -46,6 +47,31 @@ class PhaseTimes:
     await_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
+class Span(NamedTuple):
+    """Something a worker did; CLOCK_MONOTONIC.
+
+    Attributes
+    ----------
+    kind
+        One of `transfer_exec.trace.KINDS`.
+    round
+        In which round; -1 for what belongs to none.
+    peer
+        Whom it wrote to or waited for; empty for work of its own.
+    of
+        Of a wait: for a message of ``"wire"``, ``"external"`` or ``"internal"``, or for the ``"release"`` of buffers.
+    start, stop
+        Seconds.
+    """
+
+    kind: str
+    round: int
+    peer: str
+    of: str
+    start: float
+    stop: float
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One worker's part of one update.
@@ -68,6 +94,8 @@ class WorkerReport:
         When this worker's first payload byte was sent, or its first message seen, and its last; None without traffic.
     phases
         Where the time went.
+    spans
+        The same span by span, if the update was traced.
     """
 
     worker: str
@@ -84,6 +112,7 @@ class WorkerReport:
     first_byte_at: float | None
     last_byte_at: float | None
     phases: PhaseTimes
+    spans: tuple[Span, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +182,10 @@ class TransferReport:
         Parameters, by worker, that hold opaque elements: their own loader must still be called.
     verification
         How the caller compared what was sent with what landed; empty if it did not.
-    verify_s
-        Seconds that took, by worker.
+    verify_s, verify_from
+        Seconds that took, by worker, and when it began.
+    stalls
+        When each worker could not compute; empty where nobody computes.
     """
 
     version: int
@@ -168,6 +199,8 @@ class TransferReport:
     opaque: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     verification: str = ""
     verify_s: Mapping[str, float] = field(default_factory=dict)
+    verify_from: Mapping[str, float] = field(default_factory=dict)
+    stalls: Mapping[str, tuple[Stall, ...]] = field(default_factory=dict)
 
     @property
     def ratio_to_bound(self) -> float | None:
@@ -191,6 +224,8 @@ class TransferReport:
         out["measures"] = None if self.measures is None else asdict(self.measures)
         out["opaque"] = {worker: list(names) for worker, names in self.opaque.items()}
         out["verify_s"] = dict(self.verify_s)
+        out["verify_from"] = dict(self.verify_from)
+        out["stalls"] = {worker: [asdict(stall) for stall in stalls] for worker, stalls in self.stalls.items()}
         out["ratio_to_bound"] = self.ratio_to_bound
         return out
 
@@ -264,6 +299,7 @@ def combine_reports(
         lower_bound_s=plan.lower_bound_s,
         bound_link=plan.bound_link,
         measures=None if events is None else measure(plan, events),
+        stalls={} if events is None else {worker: events[worker].stalls for worker in plan.workers},
         opaque={} if opaque is None else {worker: opaque[worker] for worker in plan.workers if opaque.get(worker)},
     )
 

@@ -34,7 +34,7 @@ from transfer_exec.kernels.base import Job
 from transfer_exec.plan import Stage
 from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, Program, Release, Write
 from transfer_exec.regions import Buffer
-from transfer_exec.report import PhaseTimes, WorkerReport
+from transfer_exec.report import PhaseTimes, Span, WorkerReport
 from transfer_exec.transport.base import Ticket, Transport
 
 
@@ -73,6 +73,8 @@ _Waits: TypeAlias = Generator[Wait, None, None]
 _Group: TypeAlias = list[tuple[int, Instruction]]
 
 _ASSEMBLE = "ASSEMBLE"
+_WRITING = ("wire", "external", "internal")
+"""Kinds of spans of writing, by stage."""
 
 
 class Update:
@@ -86,6 +88,8 @@ class Update:
         Name of the backend, for the report.
     version
         Which.
+    trace
+        Keep a span of everything it does, for the report.
     pool
         Where packing and assembling run, one at a time, beside the caller; without one, on the calling thread.
     """
@@ -98,6 +102,7 @@ class Update:
         buffers: Buffers,
         version: int,
         pool: Pool | None = None,
+        trace: bool = False,
     ) -> None:
         self._program = program
         self._transport = transport
@@ -108,6 +113,7 @@ class Update:
         self._base = first_number(version, program.rounds)
         self._passed = [0] * len(program.instructions)
         self._moves = 0
+        self._spans: list[Span] | None = [] if trace else None
         self._in_flight: dict[Ticket, Wait] = {}
         self._running: list[Future[None]] = []
         self._failures: list[TransportError] = []
@@ -180,10 +186,10 @@ class Update:
                 match step:
                     case Pack():
                         begun = yield from self._run(pack[number], Buffer.PACK.name, index, number)
-                        self._pack_s += time.monotonic() - begun
+                        self._pack_s += self._took("pack", number, begun)
                     case Assemble():
                         begun = yield from self._run(assemble[number], _ASSEMBLE, index, number)
-                        self._assemble_s += time.monotonic() - begun
+                        self._assemble_s += self._took("assemble", number, begun)
                     case Await():
                         yield from self._await(step, index, number)
                     case Release():
@@ -227,7 +233,7 @@ class Update:
         while not self._released(step, number):
             yield free
         posted = time.monotonic()
-        self._release_wait_s += posted - begun
+        self._release_wait_s += self._took("wait", number, begun, step.peer, "release")
         self._touch(posted)
         self._moves += 1
         under_way = Wait(self._version, number, step.stage.name, f"for a write to {step.peer} to complete")
@@ -241,9 +247,8 @@ class Update:
                 tickets.append(self._transport.write(source, step.peer, target, rows))
                 self._in_flight[tickets[-1]] = under_way
         yield from self._drain(tickets, under_way)
-        done = time.monotonic()
-        self._touch(done)
-        self._write_s[step.stage.value] += done - posted
+        self._touch(time.monotonic())
+        self._write_s[step.stage.value] += self._took(_WRITING[step.stage.value], number, posted, step.peer)
         self._sent[step.stage.value] += sum(
             self._program.descriptors[table].bytes_of_round(number) for table in step.tables
         )
@@ -318,14 +323,14 @@ class Update:
 
     def _await(self, step: Await, index: int, number: int) -> _Waits:
         yield from self._in_turn(index, number)
-        begun = time.monotonic()
         for source, flag in zip(step.sources, step.flags, strict=True):
+            begun = time.monotonic()
             message = Wait(self._version, number, step.stage.name, f"for the message of {source}")
             while not self._arrived(step.stage, source, flag, number):
                 yield message
             self._touch(time.monotonic())
+            self._await_s[step.stage.value] += self._took("wait", number, begun, source, _WRITING[step.stage.value])
             self._moves += 1
-        self._await_s[step.stage.value] += time.monotonic() - begun
 
     def _arrived(self, stage: Stage, source: str, flag: int, number: int) -> bool:
         """Whether a round's message is there; its source may have announced those of later slots since."""
@@ -347,6 +352,13 @@ class Update:
             # A source that is gone writes no more, and needs no leave to; if it still owes a message, that is missed.
             with suppress(PeerGoneError):
                 self._transport.signal(source, flag, sequence, 0)
+
+    def _took(self, kind: str, number: int, begun: float, peer: str = "", of: str = "") -> float:
+        """Seconds since something began, which has ended now."""
+        now = time.monotonic()
+        if self._spans is not None:
+            self._spans.append(Span(kind, number, peer, of, begun, now))
+        return now - begun
 
     def _touch(self, now: float) -> None:
         if self._first_byte_at is None:
@@ -375,6 +387,7 @@ class Update:
                 write_s=(self._write_s[0], self._write_s[1], self._write_s[2]),
                 await_s=(self._await_s[0], self._await_s[1], self._await_s[2]),
             ),
+            spans=None if self._spans is None else tuple(self._spans),
         )
 
 
