@@ -178,7 +178,11 @@ def _deployment(table: _Table, folder: Path) -> Deployment:
 def _config(table: _Table, folder: Path) -> _Table:
     if "config" not in table:
         return table
-    _check_keys("model", table, ("config",), ())
+    beside = [key for key in table if key != "config"]
+    if beside:
+        raise DeploymentError(
+            f"config: expected alone, or the model's numbers without it; {beside[0]} stands beside it"
+        )
     if not isinstance(table["config"], str):
         raise DeploymentError(f"config: {table['config']!r}; expected the name of a file")
     path = folder / table["config"]

@@ -30,6 +30,7 @@ from layout_algebra.correspondence import Correspondence
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import place_demand
 from transfer_exec.links import Links
+from transfer_exec.rounds import checked_budget
 from transfer_exec.topology import Topology
 from transfer_exec.traffic import Flow, Traffic
 
@@ -138,6 +139,6 @@ def _traffic(
         stages=stages,
         flows=flows,
         packed_bytes=packed,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=checked_budget(buffer_bytes),
         lower_bound_s=bound_s,
     )

@@ -110,6 +110,8 @@ def topology_of_host(
     TopologyError
         If there are no workers, one is named twice, or a bandwidth is not above zero.
     """
+    if isinstance(workers, str):
+        raise TopologyError(f"workers is {workers!r}; expected a list of names")
     names = tuple(workers)
     if not names:
         raise TopologyError("no workers; name those of this host")

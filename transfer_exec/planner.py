@@ -33,7 +33,7 @@ from transfer_exec.demand import place_demand
 from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Route
-from transfer_exec.rounds import count_rounds, rounds_worth
+from transfer_exec.rounds import checked_budget, count_rounds, rounds_worth
 from transfer_exec.routes import make_routes
 from transfer_exec.together import Unit, group_rounds
 from transfer_exec.topology import Topology
@@ -78,11 +78,12 @@ def make_plan(
     UnheldError
         If somebody needs an element that nobody holds.
     BudgetError
-        If one element, or what is kept together, does not fit into ``buffer_bytes``, the overhead is negative or the
-        depth below 1.
+        If one element, or what is kept together, does not fit into ``buffer_bytes``, the budget or the depth is no
+        whole number of at least 1, or the overhead is negative.
     TopologyError
         If a worker is in no node.
     """
+    buffer_bytes = checked_budget(buffer_bytes, round_overhead_s, depth)
     links = Links.of(topology, correspondence.holders, correspondence.needers)
     demands = place_demand(correspondence, links)
     bound = lower_bound(demands, links)

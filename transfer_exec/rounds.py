@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -19,6 +20,35 @@ _MOST_WORTH = 64
 """Rounds past which the pipeline's filling no longer matters."""
 _PATIENCE = 64
 """Numbers of rounds tried one by one before the steps grow."""
+_MOST_BYTES = 1 << 62
+"""Largest budget; more does not fit into a plan's bytes."""
+
+
+def checked_budget(buffer_bytes: object, round_overhead_s: object = None, depth: object = 1) -> int:
+    """The budget as an integer, after a look at everything that rounds are chosen from.
+
+    Raises
+    ------
+    BudgetError
+        If the budget is no integer from 1 to 2**62, the overhead neither None nor finite seconds of at least 0, or the
+        depth no integer of at least 1.
+    """
+    budget = _whole("buffer_bytes", buffer_bytes, "bytes")
+    if budget > _MOST_BYTES:
+        raise BudgetError(f"buffer_bytes is {budget}; expected at most {_MOST_BYTES}")
+    _whole("depth", depth, "rounds under way")
+    if round_overhead_s is None:
+        return budget
+    number = isinstance(round_overhead_s, (int, float)) and not isinstance(round_overhead_s, bool)
+    if not number or not 0 <= round_overhead_s < math.inf:  # type: ignore[operator]
+        raise BudgetError(f"round_overhead_s is {round_overhead_s!r}; expected seconds of at least 0")
+    return budget
+
+
+def _whole(name: str, value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise BudgetError(f"{name} is {value!r}; expected a whole number of {what}, at least 1")
+    return int(value)
 
 
 def rounds_worth(load_s: float, round_overhead_s: float, depth: int) -> int:
@@ -31,10 +61,7 @@ def rounds_worth(load_s: float, round_overhead_s: float, depth: int) -> int:
     >>> rounds_worth(0.16, 1e-3, 2), rounds_worth(0.16, 1e-4, 2), rounds_worth(0.16, 1e-3, 1)
     (13, 40, 1)
     """
-    if not 0 <= round_overhead_s < math.inf:
-        raise BudgetError(f"round_overhead_s is {round_overhead_s!r}; expected seconds of at least 0")
-    if depth < 1:
-        raise BudgetError(f"depth is {depth!r}; expected at least one round under way")
+    checked_budget(1, round_overhead_s, depth)
     showing_s = (min(depth, 3) - 1) * load_s
     if not showing_s:
         return 1
@@ -54,8 +81,6 @@ def count_rounds(routes: Sequence[Route], buffer_bytes: int, *, at_least: int = 
         If the buffer cannot hold one element.
     """
     if not routes:
-        if buffer_bytes < 1:
-            raise BudgetError(f"buffer_bytes is {buffer_bytes}; expected at least 1")
         return 1
     widest = max(routes, key=lambda route: route.item_bytes)
     if widest.item_bytes > buffer_bytes:

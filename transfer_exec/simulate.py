@@ -149,12 +149,12 @@ def simulate(
 
 def _check(round_overhead_s: float, message_overhead_s: float, depth: int, *rates: float) -> None:
     for name, value in (("round_overhead_s", round_overhead_s), ("message_overhead_s", message_overhead_s)):
-        if not 0 <= value < math.inf:
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise PlanError(f"{name} is {value!r}; expected seconds of at least 0")
-    if isinstance(depth, bool) or depth < 1:
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise PlanError(f"depth is {depth!r}; expected at least one round under way")
     for name, value in zip(("pack_bytes_per_s", "assemble_bytes_per_s"), rates, strict=True):
-        if not value > 0:
+        if not isinstance(value, (int, float)) or not value > 0:
             raise PlanError(f"{name} is {value!r}; expected bytes per second above zero")
 
 

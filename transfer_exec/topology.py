@@ -16,15 +16,20 @@ node 2 engine/1/1 engine/1/2
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from typing import TypeVar
 
 from transfer_exec.errors import TopologyError
 
 _NAMES_SHOWN = 8
+_SLOWEST, _FASTEST = 1e-6, 1e18
+"""Bytes per second; what is outside is a unit mistaken, and its quotients are no numbers."""
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class Nic:
     workers
         At least one; several share the bandwidth.
     egress_bytes_per_s, ingress_bytes_per_s
-        Above zero; ``inf`` where the interface never limits.
+        Above zero, from 1e-6 to 1e18; ``inf`` where the interface never limits.
     """
 
     workers: tuple[str, ...]
@@ -91,7 +96,7 @@ class Node:
             One interface for all workers instead of one each.
         """
         egress, ingress = nic_bytes_per_s if isinstance(nic_bytes_per_s, tuple) else (nic_bytes_per_s,) * 2
-        members = tuple(workers)
+        members = _names(f"node {name}", workers)
         groups = ((members,) if members else ()) if shared_nic else tuple((worker,) for worker in members)
         return Node(name, tuple(Nic(group, egress, ingress) for group in groups), local_bytes_per_s, cluster)
 
@@ -128,8 +133,8 @@ class Topology:
     Raises
     ------
     TopologyError
-        If a worker is in two nodes, interfaces or engines, an engine's worker is in no node, a bandwidth is not
-        above zero, or two clusters have no link or two.
+        If a part is no Node, Nic, Engine or ClusterLink, a worker is in two nodes, interfaces or engines, an engine's
+        worker is in no node, a bandwidth is not above zero, or two clusters have no link or two.
     """
 
     nodes: tuple[Node, ...]
@@ -140,9 +145,9 @@ class Topology:
     def __init__(
         self, nodes: Iterable[Node], engines: Iterable[Engine] = (), links: Iterable[ClusterLink] = ()
     ) -> None:
-        object.__setattr__(self, "nodes", tuple(nodes))
-        object.__setattr__(self, "engines", tuple(engines))
-        object.__setattr__(self, "links", tuple(links))
+        object.__setattr__(self, "nodes", _all_of("nodes", nodes, Node))
+        object.__setattr__(self, "engines", _all_of("engines", engines, Engine))
+        object.__setattr__(self, "links", _all_of("links", links, ClusterLink))
         object.__setattr__(self, "_node_of", _place_workers(self.nodes))
         _check_bandwidths(self.nodes, self.links)
         _check_engines(self.engines, self._node_of)
@@ -271,11 +276,27 @@ def _listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
+def _all_of(what: str, given: Iterable[_Part], kind: type[_Part]) -> tuple[_Part, ...]:
+    parts = tuple(given) if isinstance(given, Iterable) else (given,)
+    for position, part in enumerate(parts):
+        if not isinstance(part, kind):
+            raise TopologyError(f"{what}[{position}] is {part!r}; expected: {kind.__name__}")
+    return parts
+
+
+def _names(place: str, workers: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
+        raise TopologyError(f"{place}: workers is {workers!r}; expected a list of names")
+    return tuple(workers)
+
+
 def _place_workers(nodes: tuple[Node, ...]) -> dict[str, int]:
     places: dict[str, int] = {}
     for number, node in enumerate(nodes):
-        for nic in node.nics:
-            if not nic.workers:
+        if not isinstance(node.cluster, str) or not node.cluster:
+            raise TopologyError(f"node {number} ({node.name}): cluster {node.cluster!r}; expected a non-empty string")
+        for nic in _all_of(f"node {number} ({node.name}): nics", node.nics, Nic):
+            if not _names(f"node {number} ({node.name})", nic.workers):
                 raise TopologyError(f"node {number} ({node.name}): a NIC without workers; leave it out")
         for worker in node.workers:
             if not isinstance(worker, str) or not worker:
@@ -296,12 +317,16 @@ def _check_bandwidths(nodes: tuple[Node, ...], links: tuple[ClusterLink, ...]) -
             _check_bandwidth(f"{place}: NIC egress of {_listed(nic.workers)}", nic.egress_bytes_per_s)
             _check_bandwidth(f"{place}: NIC ingress of {_listed(nic.workers)}", nic.ingress_bytes_per_s)
     for link in links:
+        if len(link.clusters) != 2 or not all(isinstance(name, str) for name in link.clusters):
+            raise TopologyError(f"link between {link.clusters!r}; expected the names of two clusters")
         _check_bandwidth(f"link between {' and '.join(link.clusters)}", link.bytes_per_s)
 
 
 def _check_bandwidth(what: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise TopologyError(f"{what} is {value!r}; expected bytes per second above zero")
+    if not _SLOWEST <= value <= _FASTEST and value != math.inf:
+        raise TopologyError(f"{what} is {str(value)[:24]}; expected bytes per second from 1e-6 to 1e18, or inf")
 
 
 def _check_engines(engines: tuple[Engine, ...], places: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from adapters.deployments_layouts import Maps
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
+from transfer_exec.errors import TopologyError
 from transfer_exec.topology import Topology
 
 __all__ = ["Source", "load_source"]
@@ -65,9 +67,10 @@ def load_source(file: Path | None, *, maps: Path | None, topology: Path | None) 
         deployment = read_deployment(file)
         try:
             space, holders, needers = deployment.maps()
-        except DeploymentError as error:
+            own = deployment.topology()
+        except (DeploymentError, LayoutError, TopologyError) as error:
             raise DeploymentError(f"{file}: {error}") from error
-        where = deployment.topology() if topology is None else Topology.from_toml(topology)
+        where = own if topology is None else _placed(topology, [*holders, *needers])
         name, update, model_bytes = deployment.name, deployment.update, space.total_bytes
     else:
         if maps is None or topology is None:
@@ -80,6 +83,17 @@ def load_source(file: Path | None, *, maps: Path | None, topology: Path | None) 
     found = correspond(holders, needers)
     done = time.perf_counter()
     return Source(name, model_bytes, {**holders, **needers}, found, where, update, read - started, done - read)
+
+
+def _placed(file: Path, workers: Iterable[str]) -> Topology:
+    """The topology of a file that has all of a deployment's workers."""
+    topology = Topology.from_toml(file)
+    for worker in workers:
+        try:
+            topology.node_of(worker)
+        except TopologyError as error:
+            raise TopologyError(f"{file}: {error}") from error
+    return topology
 
 
 def _read_maps(folder: Path, topology: Topology) -> tuple[Maps, Maps]:

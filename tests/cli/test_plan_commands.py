@@ -103,3 +103,16 @@ def test_errors_name_the_place(tmp_path: Path, command: str) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text("[uniform]\ntrainer = 4\n")
     assert "cluster.toml" in run(command, FIGURE, "--topology", cluster, code=2)
+    uniform = "engines = 2\nengine_size = 2\nworkers_per_node = 4\nnic_bytes_per_s = 50e9\nlocal_bytes_per_s = 450e9\n"
+    cluster.write_text(f"[uniform]\ntrainers = 3\n{uniform}")
+    assert "cluster.toml: trainer/3: in no node" in run(command, FIGURE, "--topology", cluster, code=2)
+    for old, new, message in [
+        ("50e9", "1e-300", "mine.toml: node 0 (node 0): NIC egress of trainer/0 is 1e-300"),
+        ("hidden_size = 64", "hidden_size = 100000000000000", "mine.toml: checkpoint has"),
+        ("[model]", '[model]\nconfig = "config.json"', "mine.toml: model.config: expected alone"),
+        ("ep = 2", "ep = 3", "mine.toml: trainer: ep 3 x etp 1 do not divide"),
+        ("tp = 2", "tp = 0", "mine.toml: trainer.tp: 0; expected a whole number above zero"),
+        ("[rollout]", "[update]\ndepth = 0\n[rollout]", "mine.toml: update.depth: 0"),
+    ]:
+        path.write_text(FIGURE.read_text().replace(old, new, 1))
+        assert message in " ".join(run(command, path, code=2).split())

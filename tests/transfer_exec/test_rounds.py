@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import BudgetError
 from transfer_exec.plan import Hop, Plan, Route, Stage
-from transfer_exec.rounds import count_rounds, rounds_worth
+from transfer_exec.rounds import checked_budget, count_rounds, rounds_worth
 
 WORKERS = ("a0", "a1", "b0", "b1")
 WAYS = [
@@ -73,8 +74,27 @@ def test_a_buffer_for_everything_is_one_round() -> None:
 def test_a_buffer_below_one_element() -> None:
     with pytest.raises(BudgetError, match=r"buffer_bytes is 7, and one element \(id 3, packed by t0\) has 8 bytes"):
         count_rounds(routes_of([(2, 4, 0), (3, 8, 1)]), 7)
-    with pytest.raises(BudgetError, match="buffer_bytes is 0; expected at least 1"):
-        count_rounds((), 0)
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "64", None, float("nan"), float("inf"), 2**70])
+def test_a_budget_that_is_none(budget: object) -> None:
+    with pytest.raises(
+        BudgetError, match=r"buffer_bytes is .*; expected (a whole number of bytes, at least 1|at most)"
+    ):
+        checked_budget(budget)
+    assert checked_budget(np.int64(7)) == 7
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, 1.5, "2", None])
+def test_a_depth_that_is_none(depth: object) -> None:
+    with pytest.raises(BudgetError, match=r"depth is .*; expected a whole number of rounds under way, at least 1"):
+        checked_budget(64, None, depth)
+
+
+@pytest.mark.parametrize("overhead", [-1, "1", True, float("nan"), float("inf")])
+def test_an_overhead_that_is_none(overhead: object) -> None:
+    with pytest.raises(BudgetError, match=r"round_overhead_s is .*; expected seconds of at least 0"):
+        checked_budget(64, overhead)
 
 
 def test_more_rounds_than_the_budget_needs_where_they_are_worth_it() -> None:

@@ -79,6 +79,20 @@ def test_a_worker_in_no_node() -> None:
             [ClusterLink(("main", "far"), 1.0), ClusterLink(("far", "main"), 2.0)],
             "link between far and main: given 2 times",
         ),
+        ([node("a", nic=1e-320)], [], [], r"NIC egress of a is 1e-320; expected bytes per second from 1e-6 to 1e18"),
+        ([node("a", local=10**400)], [], [], "expected bytes per second from 1e-6 to 1e18"),
+        ([node("a", cluster="")], [], [], r"node 0 \(n\): cluster ''; expected a non-empty string"),
+        ([node("a"), "b"], [], [], r"nodes\[1\] is 'b'; expected: Node"),
+        (None, [], [], r"nodes\[0\] is None; expected: Node"),
+        ([Node("n", ("a",), 1.0)], [], [], r"node 0 \(n\): nics\[0\] is 'a'; expected: Nic"),
+        ([Node("n", (Nic("ab", 1.0, 1.0),), 1.0)], [], [], "workers is 'ab'; expected a list of names"),
+        ([node("a")], ["e"], [], r"engines\[0\] is 'e'; expected: Engine"),
+        (
+            [node("a"), node("b", cluster="far")],
+            [],
+            [ClusterLink(("main",), 1.0)],
+            r"link between \('main',\); expected the names of two clusters",
+        ),
         (
             [node("a"), node("b", cluster="far")],
             [],
@@ -90,6 +104,13 @@ def test_a_worker_in_no_node() -> None:
 def test_contradictions(nodes: list[Node], engines: list[Engine], links: list[ClusterLink], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         Topology(nodes, engines, links)
+
+
+def test_a_text_is_no_list_of_workers() -> None:
+    with pytest.raises(TopologyError, match="workers is 'ab'; expected a list of names"):
+        Node.of("n", "ab", nic_bytes_per_s=1.0, local_bytes_per_s=1.0)
+    with pytest.raises(TopologyError, match="workers is 'trainer/0'; expected a list of names"):
+        Topology.detect("trainer/0")
 
 
 GOOD = """
