@@ -23,7 +23,7 @@ from itertools import combinations
 import sympy
 
 from layout_algebra.errors import FormulaError
-from layout_algebra.formulas import DEGREE, RANK, value_of
+from layout_algebra.formulas import DEGREE, RANK, made, value_of
 
 Values = Sequence[int | None]
 """One value per sample; None where the sample says nothing."""
@@ -38,9 +38,16 @@ class Search:
     ----------
     points
         Rank and degree of every sample.
+    inner
+        Where ranks are a mesh of ``degree / inner`` rows of ``inner`` ranks: formulas in either index are tried too.
+
+    Attributes
+    ----------
+    parts
+        The two indices of a mesh as searches of their own; empty where ranks are no mesh.
     """
 
-    def __init__(self, points: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, points: Sequence[tuple[int, int]], inner: int | None = None) -> None:
         self.points = tuple(points)
         degrees = sorted({degree for _, degree in points})
         self.degree: sympy.Expr = DEGREE if len(degrees) > 1 else sympy.Integer(degrees[0])
@@ -48,7 +55,15 @@ class Search:
         self.complete = len(degrees) == 1 and {rank for rank, _ in points} == set(range(degrees[0]))
         """Whether every rank of the one degree is a sample."""
         basis = [1 / self.degree, RANK / self.degree, RANK, self.degree] if len(degrees) > 1 else [RANK]
-        self._basis = tuple(sympy.sympify(each) for each in basis)
+        self.parts: tuple[Part, ...] = ()
+        if inner is not None:
+            row, place = sympy.floor(RANK / inner), RANK - inner * sympy.floor(RANK / inner)
+            self.parts = (
+                Part(Search([(rank // inner, degree // inner) for rank, degree in points]), row, DEGREE / inner),
+                Part(Search([(rank % inner, inner) for rank, _ in points]), place, sympy.Integer(inner)),
+            )
+            basis = [*basis, row / self.degree, row, place]
+        self._basis: tuple[sympy.Expr, ...] = tuple(sympy.sympify(each) for each in basis)
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - lives as long as one fit
     def values(self, formula: sympy.Expr) -> tuple[Fraction, ...] | None:
@@ -99,6 +114,10 @@ class Search:
                 if all(target - column[place] == shift for place, target in zip(places, targets, strict=True)):
                     shifted: sympy.Expr = hint + sympy.Rational(shift.numerator, shift.denominator)
                     return shifted
+        for part in self.parts:
+            inside = part.search.find(wanted)
+            if inside is not None:
+                return part.turned(inside)
         columns = [(each, self.values(each)) for each in dict.fromkeys((*self._basis, *hints))]
         atoms = [(each, [column[place] for place in places]) for each, column in columns if column is not None]
         atoms = [(each, column) for each, column in atoms if len(set(column)) > 1]
@@ -123,6 +142,19 @@ class Search:
         return sympy.Add(
             *(sympy.Rational(f.numerator, f.denominator) * each for f, (each, _) in zip(factors, terms, strict=True))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One index of a mesh: a search in which it is the rank, and what its rank and degree are of the whole mesh."""
+
+    search: Search
+    rank: sympy.Expr
+    degree: sympy.Expr
+
+    def turned(self, formula: sympy.Expr) -> sympy.Expr:
+        """A formula of this part's rank and degree, in rank and degree of the mesh."""
+        return made(formula.subs({RANK: self.rank, DEGREE: self.degree}, simultaneous=True))
 
 
 def heads_of(search: Search, lows: Values, counts: Values, extent: int) -> tuple[sympy.Expr, sympy.Expr] | None:

@@ -41,7 +41,7 @@ _MAX_INTEGER = 1 << 62
 
 def integer(value: int) -> sympy.Expr:
     """An integer as a formula."""
-    return _made(sympy.Integer(value))
+    return made(sympy.Integer(value))
 
 
 def value_of(formula: sympy.Expr, rank: int, degree: int) -> Fraction:
@@ -159,7 +159,7 @@ def _read(tokens: Iterator[int], depth: int) -> sympy.Expr:
         top, bottom = next(tokens), next(tokens)
         if bottom < 1:
             raise FormulaError(f"{top}/{bottom} is no fraction of a formula")
-        return _made(sympy.Rational(top, bottom))
+        return made(sympy.Rational(top, bottom))
     if tag == _RANK:
         return RANK
     if tag == _DEGREE:
@@ -168,15 +168,16 @@ def _read(tokens: Iterator[int], depth: int) -> sympy.Expr:
         power, base = next(tokens), _read(tokens, depth - 1)
         if abs(power) > _MAX_POWER or base not in (RANK, DEGREE) or (power < 0 and base == RANK):
             raise FormulaError(f"a power {power} in a formula; expected up to {_MAX_POWER} of r, or of d or 1/d")
-        return _made(sympy.Pow(base, power))
+        return made(sympy.Pow(base, power))
     if tag in _ONE:
-        return _made(_ONE[tag](_read(tokens, depth - 1)))
+        return made(_ONE[tag](_read(tokens, depth - 1)))
     if tag in _MANY and 2 <= (count := next(tokens)) <= _MAX_ARGUMENTS:
-        return _made(_MANY[tag](*[_read(tokens, depth - 1) for _ in range(count)]))
+        return made(_MANY[tag](*[_read(tokens, depth - 1) for _ in range(count)]))
     raise FormulaError("a formula has a part of no known kind")
 
 
-def _made(formula: sympy.Basic) -> sympy.Expr:
+def made(formula: sympy.Basic) -> sympy.Expr:
+    """What sympy made of a formula, which must be one of a number again."""
     if not isinstance(formula, sympy.Expr):
         raise FormulaError(f"{formula} is no formula of a number")
     return formula
@@ -184,9 +185,24 @@ def _made(formula: sympy.Basic) -> sympy.Expr:
 
 def show(formula: sympy.Expr) -> str:
     """A formula as a person writes it, without spaces: what is added before what is taken away."""
-    if formula.has(RANK) and not formula.has(sympy.Min, sympy.Max, sympy.floor):
+    formula = _by_mesh_index(formula)
+    if formula.free_symbols - {DEGREE} and not formula.has(sympy.Min, sympy.Max, sympy.floor):
         formula = sympy.factor_terms(formula)
     return _text(formula)
+
+
+def _by_mesh_index(formula: sympy.Expr) -> sympy.Expr:
+    """With ``r//n`` and ``r%n`` in place of the rank, where a formula has the columns of a mesh, ``r-n*floor(r/n)``."""
+    sizes = {RANK / floor.args[0] for floor in formula.atoms(sympy.floor)}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if not isinstance(size, sympy.Integer):
+        return formula
+    row = sympy.Symbol(f"(r//{size})", integer=True, nonnegative=True)
+    column = sympy.Symbol(f"(r%{size})", integer=True, nonnegative=True)
+    turned = formula.subs(RANK, size * row + column).subs(sympy.floor(column / size), 0)
+    if not turned.has(column):
+        return formula
+    return made(turned if turned.has(sympy.Min, sympy.Max) else sympy.expand(turned))
 
 
 def _text(formula: sympy.Expr) -> str:

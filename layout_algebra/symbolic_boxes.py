@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import sympy
 
 from layout_algebra.boxes import REPEAT, Box, BoxAxis
-from layout_algebra.formula_search import Cut, Search, Values, heads_of
+from layout_algebra.formula_search import Cut, Part, Search, Values, heads_of
 from layout_algebra.formulas import RANK
 
 _MOST_PARTS = 256
@@ -136,13 +136,13 @@ def source_formulas(
         return None
     ignored = family.ignored
     absent = any(box is None and not skip for box, skip in zip(boxes, ignored, strict=True))
-    cuts = [_cut(search, column) for column in columns]
+    cuts = [_cut_of_any(search, column) for column in columns]
     window: Window | None = None
     if absent or any(cut is None for cut in cuts):
         doubtful = [dim for dim, cut in enumerate(cuts) if cut is None]
         found = None
         for dim in doubtful[:1] if doubtful else range(len(columns)):
-            found = _window(search, columns[dim], ignored, windows)
+            found = _window_of_any(search, columns[dim], ignored, windows)
             if found is not None:
                 cuts[dim] = found[0]
                 slot = sum(len(column.slots or ()) for column in columns[:dim])
@@ -234,6 +234,34 @@ def _steps(search: Search, column: _Column) -> list[sympy.Expr] | None:
             return None
         out.append(step)
     return out
+
+
+def _cut_of_any(search: Search, column: _Column) -> _Explained | None:
+    """``_cut`` by the rank, or by one index of a mesh."""
+    found = _cut(search, column)
+    for part in search.parts:
+        if found is None:
+            inside = _cut(part.search, column)
+            found = None if inside is None else _turned(part, inside)
+    return found
+
+
+def _window_of_any(
+    search: Search, column: _Column, ignored: Sequence[bool], hints: Sequence[WindowHint]
+) -> tuple[_Explained, tuple[sympy.Expr, int] | None] | None:
+    """``_window`` by the rank, or by one index of a mesh."""
+    found = _window(search, column, ignored, hints)
+    for part in search.parts:
+        if found is None:
+            inside = _window(part.search, column, ignored, hints)
+            if inside is not None:
+                before = None if inside[1] is None else (part.turned(inside[1][0]), inside[1][1])
+                found = _turned(part, inside[0]), before
+    return found
+
+
+def _turned(part: Part, found: _Explained) -> _Explained:
+    return part.turned(found[0]), [(part.turned(step), part.turned(count)) for step, count in found[1]]
 
 
 def _cut(search: Search, column: _Column) -> _Explained | None:

@@ -27,18 +27,21 @@ from layout_algebra.space import CheckpointSpace
 from layout_algebra.symbolic_boxes import SourceFormulas, WindowHint, offset_of, source_formulas
 from layout_algebra.symbolic_groups import Candidate, Group, GroupNames, ways
 from layout_algebra.symbolic_map import SymbolicCopy, SymbolicMap, SymbolicNames, SymbolicParameter
+from layout_algebra.symbolic_mesh import MeshPoint, flat_points
 from layout_algebra.symbolic_targets import Targets
 
 
-def fit(maps: Mapping[tuple[int, int], SourceMap]) -> SymbolicMap:
+def fit(maps: Mapping[tuple[int, int], SourceMap] | Mapping[MeshPoint, SourceMap]) -> SymbolicMap:
     """Find the formulas of a family of ranks.
 
     Parameters
     ----------
     maps
-        Source map per (rank, degree). A few ranks of two or three degrees are enough for layouts in equal parts; a
-        layout with ceil-sized parts, or of replicated heads, shows itself only at degrees where it is uneven or
-        replicated. With one degree the formulas hold for that degree alone.
+        Source map per (rank, degree), or per ((row, column), (rows, columns)) of a mesh of two dimensions, such as data
+        and tensor parallel ranks. A few ranks of two or three degrees are enough for layouts in equal parts; a layout
+        with ceil-sized parts, or of replicated heads, shows itself only at degrees where it is uneven or replicated.
+        With one degree the formulas hold for that degree alone. Those of a mesh are in ``r = columns*row + column`` and
+        ``d = rows*columns``, for the number of columns that all samples have, and any number of rows.
 
     Returns
     -------
@@ -52,11 +55,12 @@ def fit(maps: Mapping[tuple[int, int], SourceMap]) -> SymbolicMap:
     """
     if not maps:
         raise FormulaError("no maps to fit: give the maps of a few ranks as {(rank, degree): map}")
-    points = sorted(maps, key=lambda point: (point[1], point[0]))
+    by_rank, columns = flat_points(maps)
+    points = sorted(by_rank, key=lambda point: (point[1], point[0]))
     for rank, degree in points:
         if degree < 1 or not 0 <= rank < degree:
             raise FormulaError(f"rank {rank} of {degree}: expected a rank in 0:{degree}")
-    samples = [maps[point] for point in points]
+    samples = [by_rank[point] for point in points]
     space = samples[0].space
     for point, sample in zip(points, samples, strict=True):
         if sample.space is not space and sample.space != space:
@@ -67,7 +71,7 @@ def fit(maps: Mapping[tuple[int, int], SourceMap]) -> SymbolicMap:
                 f"{other[0]}: a parameter on {_rank(point)} or {_rank(points[0])} only, and {len(other) - 1} more; "
                 "fit each pipeline stage by itself"
             )
-    fitter = _Fitter(space, points)
+    fitter = _Fitter(space, points, columns)
     parameters = {name: fitter.parameter(name, [sample[name] for sample in samples]) for name in samples[0].parameters}
     degrees = {degree for _, degree in points}
     family = SymbolicMap(space, degrees.pop() if len(degrees) == 1 else None, parameters)
@@ -125,10 +129,10 @@ class _Solved:
 class _Fitter:
     """What all parameters of one fit share: the search, the checkpoint by template, and what was solved before."""
 
-    def __init__(self, space: CheckpointSpace, points: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, space: CheckpointSpace, points: Sequence[tuple[int, int]], columns: int | None) -> None:
         self._space = space
         self._points = tuple(points)
-        self._search = Search(points)
+        self._search = Search(points, columns)
         self._sources = [split_name(name) for name in space.names]
         self._siblings: dict[Template, list[tuple[int, ...]]] = {}
         for template, numbers in self._sources:
@@ -295,6 +299,7 @@ class _Fitter:
             f"no formula in rank and degree gives the source of its copies from {'{}'.join(names.template)}: "
             + "; ".join(shown)
             + ("; ..." if len(self._points) > 6 else "")
+            + ("" if self._search.parts else ". If ranks are a mesh of two dimensions, give ranks and degrees as pairs")
         )
 
     def _opaque(

@@ -7,6 +7,7 @@ the axes of a tensor and of a parameter. Flat starts and strides follow from tho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from layout_algebra.errors import FormulaError, LayoutError
 from layout_algebra.name_bytes import Template
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, natural_key
+from layout_algebra.symbolic_mesh import columns_of
 
 if TYPE_CHECKING:
     from layout_algebra.symbolic_proof import Proof
@@ -201,6 +203,18 @@ class SymbolicMap:
                 f"rank {rank} of {degree}: the formulas were fitted to degree {self.degree} alone; fit them to maps of "
                 "two degrees or more to use them at others"
             )
+        columns = self.mesh_columns
+        if degree % columns:
+            raise FormulaError(
+                f"rank {rank} of {degree}: the formulas are of a mesh of {columns} columns; expected a degree that is "
+                "a multiple of it"
+            )
+
+    @property
+    def mesh_columns(self) -> int:
+        """How many columns the mesh has of which the formulas speak; 1 if of none."""
+        found = (columns_of(copy) for entry in self.parameters.values() for copy in entry.copies)
+        return math.lcm(*(columns for columns in found if columns is not None))
 
     def explain(self, parameter: str, degree: int | None = None) -> str:
         """One line a slice copy, as a person reads it.

@@ -25,6 +25,7 @@ from layout_algebra.errors import FormulaError
 from layout_algebra.formulas import DEGREE, RANK, same, show
 from layout_algebra.name_bytes import join_name
 from layout_algebra.slice_copy import CopyTable
+from layout_algebra.symbolic_mesh import by_one_index, columns_of
 
 if TYPE_CHECKING:
     from layout_algebra.space import CheckpointSpace
@@ -143,21 +144,32 @@ def _argue(family: SymbolicMap, expected: Expectation) -> tuple[list[str], list[
 def _fixed(copy: SymbolicCopy, degree: int | None) -> _Fixed:
     """The box that all ranks together hold of a copy."""
     size = DEGREE if degree is None else sympy.Integer(degree)
+    columns = columns_of(copy)
     lows: list[int] = []
     axes: list[tuple[int, int, int]] = []
-    moves: list[str] = []
+    moves: dict[str, str] = {}
     shared = any(axis.dim == REPEAT for axis in copy.axes)
     for dim in range(len(copy.moving) + len(copy.view)):
-        low, slots, how = _along(copy.coordinate(dim), tuple(axis for axis in copy.axes if axis.dim == dim), size)
+        own = tuple(axis for axis in copy.axes if axis.dim == dim)
+        along, place, walks, ranks = "", copy.coordinate(dim), own, size
+        if columns is not None:
+            split = by_one_index(place, own, size, columns)
+            if split is None:
+                raise _NoArgument(f"start {show(place)} moves with both indices of the mesh")
+            along, place, walks, ranks = split
+        low, slots, how = _along(place, walks, ranks)
         lows.append(low)
         axes += [(dim, step, count) for step, count in slots]
         if how is not None:
-            moves.append(f"along coordinate {dim} {how}")
-            shared = shared or how.startswith("heads")
-    if len(moves) > 1:
-        raise _NoArgument(f"it moves along several coordinates: {'; '.join(moves)}")
-    reason = moves[0] if moves else "the same on every rank"
-    return _Fixed(tuple(lows), tuple(axes), bool(moves) and not shared, reason)
+            how = f"along coordinate {dim}{along} {how}"
+            if along in moves:
+                raise _NoArgument(f"it moves along several coordinates: {moves[along]}; {how}")
+            moves[along] = how
+            shared = shared or " heads of " in how
+    reason = " and ".join(moves.values()) if moves else "the same on every rank"
+    # Ranks of a mesh that differ in an index along which nothing moves hold the same.
+    once = len(moves) == (1 if columns is None else 2)
+    return _Fixed(tuple(lows), tuple(axes), once and not shared, reason)
 
 
 @lru_cache(maxsize=1 << 14)
