@@ -132,8 +132,8 @@ class Conductor:
         match call.intent:
             case ConnectIntent():
                 connect(self._fleet, self._steps, call.intent, self._topology)
-            case SendIntent(version):
-                update(self._fleet, self._steps, version, call.metadata)
+            case SendIntent(version, trace):
+                update(self._fleet, self._steps, version, call.metadata, trace=trace)
 
 
 def _shown(call: Call) -> str:

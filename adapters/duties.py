@@ -158,8 +158,8 @@ class Duties:
                 return Done(time.perf_counter() - start)
             case Prepare():
                 return self._prepare(duty)
-            case Transfer(version):
-                return self._transfer(version)
+            case Transfer(version, trace):
+                return self._transfer(version, trace=trace)
             case Install():
                 self._install()
                 return Done(time.perf_counter() - start)
@@ -236,8 +236,8 @@ class Duties:
         if not self._moved:
             self.check_storage()
         if not worker.receives:
-            start = time.perf_counter()
-            return Prepared(self._digests(), False, time.perf_counter() - start)
+            start = time.monotonic()
+            return Prepared(self._digests(), False, time.monotonic() - start, start)
         if self.version is not None and duty.version <= self.version:
             raise VersionError(f"version {duty.version} is not newer than {self.version}, which {worker.name} has")
         self.metadata = duty.metadata
@@ -245,11 +245,11 @@ class Duties:
             _run_hook(worker.before_update, "before_update_hook")
         return Prepared({}, self._moved, 0.0)
 
-    def _transfer(self, version: int) -> Transferred:
+    def _transfer(self, version: int, *, trace: bool) -> Transferred:
         executor = self._bound()
         self._session.on_cancel(executor.abort)
         try:
-            report = executor.run(version)
+            report = executor.run(version, trace=trace)
         finally:
             self._session.on_cancel(None)
         self.report = report

@@ -113,9 +113,10 @@ class Prepare(Tagged, frozen=True):
 
 
 class Transfer(Tagged, frozen=True):
-    """Move the bytes."""
+    """Move the bytes; keep a span of everything that is done if it is to be traced."""
 
     version: Count
+    trace: bool = False
 
 
 class Install(Tagged, frozen=True):
@@ -172,13 +173,14 @@ class Prepared(Tagged, frozen=True):
         Cell number -> digest of what will be packed (trainers).
     moved
         Its memory was released and mapped again, so it must be bound anew before a byte moves.
-    verify_s
-        Seconds the digests took.
+    verify_s, verify_from
+        Seconds the digests took, and when they began; CLOCK_MONOTONIC.
     """
 
     digests: dict[int, int]
     moved: bool
     verify_s: Seconds
+    verify_from: Seconds = 0.0
 
 
 class Transferred(Tagged, frozen=True):

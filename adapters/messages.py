@@ -134,6 +134,7 @@ class SendIntent(Tagged, frozen=True):
     """Arguments of send_weights that all trainer ranks must share."""
 
     version: Count
+    trace: bool = False
 
 
 Intent: TypeAlias = ConnectIntent | SendIntent

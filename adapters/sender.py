@@ -42,6 +42,7 @@ from layout_algebra.space import CheckpointSpace
 from transfer_exec.errors import DeadlineError, TransferError
 from transfer_exec.report import TransferReport
 from transfer_exec.topology import Topology
+from transfer_exec.trace import write_trace
 
 __all__ = ["PendingUpdate", "ReadyEvent", "SenderAdapter"]
 
@@ -82,13 +83,18 @@ class PendingUpdate:
     ----------
     patience_s
         How long the steps that are left can take at most.
+    trace
+        Where `result` writes a Chrome trace; None for nowhere.
     """
 
-    def __init__(self, version: int, txn: int, session: Session, *, patience_s: float) -> None:
+    def __init__(
+        self, version: int, txn: int, session: Session, *, patience_s: float, trace: str | Path | None = None
+    ) -> None:
         self._version = version
         self._txn = txn
         self._session = session
         self.patience_s = patience_s
+        self.trace = trace
         self._end: End | None = None
 
     @property
@@ -121,7 +127,10 @@ class PendingUpdate:
             raise DeadlineError(f"version {self._version}: not confirmed by every engine within {waited_s:g} s")
         if end.failure is not None:
             raise_failure(end.failure)
-        return read_report(end.outcome)
+        report = read_report(end.outcome)
+        if self.trace is not None:
+            write_trace(report, self.trace)
+        return report
 
     def succeeded(self, within_s: float) -> bool:
         """Whether every engine has confirmed the version within so many seconds."""
@@ -286,7 +295,12 @@ class SenderAdapter:
         return ConnectReport.from_bytes(end.outcome)
 
     def send_weights(
-        self, version: int, metadata: JsonValue = None, ready_event: ReadyEvent | None = None
+        self,
+        version: int,
+        metadata: JsonValue = None,
+        ready_event: ReadyEvent | None = None,
+        *,
+        trace: str | Path | None = None,
     ) -> PendingUpdate:
         """Send this rank's part of a new version; collective over the trainers.
 
@@ -300,6 +314,9 @@ class SenderAdapter:
             Plain values that receivers get with the update; those of rank 0 travel.
         ready_event
             Waited for before anything is read: the weights are in memory when it happens.
+        trace
+            Trace the update, on all ranks or on none; rank 0's ``result()`` writes a Chrome trace to this path
+            (`transfer_exec.trace`). Times of several hosts are not on one clock.
 
         Raises
         ------
@@ -310,7 +327,7 @@ class SenderAdapter:
         """
         called_at = time.monotonic()
         self._begin()
-        intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION))
+        intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION), trace is not None)
         data = encode_metadata(metadata)
         failure = self._why_not(ready_event)
         session, duties = self._station.session, self._duties
@@ -318,7 +335,8 @@ class SenderAdapter:
         outcome = session.serve(duties.perform, after=session.call(intent, data, failure), until=Transfer)
         if isinstance(outcome, End):
             raise_failure(outcome.failure or Failure(ClosedError.__name__, "", "the update ended before it began"))
-        self._pending = PendingUpdate(version, outcome, session, patience_s=4 * self._deadline_s)
+        path = trace if self._rank == 0 else None
+        self._pending = PendingUpdate(version, outcome, session, patience_s=4 * self._deadline_s, trace=path)
         return self._pending
 
     def close(self) -> None:

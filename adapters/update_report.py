@@ -41,7 +41,9 @@ def gather_report(
     ReportError
         If a worker's report or event is missing, or contradicts the plan.
     """
-    verify_s = {worker: result.verify_s for worker, result in prepared.items() if isinstance(result, Prepared)}
+    digested = {worker: result for worker, result in prepared.items() if isinstance(result, Prepared)}
+    verify_s = {worker: result.verify_s for worker, result in digested.items()}
+    verify_from = {worker: result.verify_from for worker, result in digested.items()}
     reports: dict[str, WorkerReport] = {}
     events: dict[str, WorkerEvents] = {}
     for worker, result in moved.items():
@@ -49,6 +51,7 @@ def gather_report(
             reports[worker] = msgspec.msgpack.decode(result.report, type=WorkerReport)
             if result.stall is None:
                 verify_s[worker] = result.verify_s
+                verify_from[worker] = reports[worker].finished_at
             else:
                 events[worker] = WorkerEvents((Stall(*result.stall),), called_at=result.stall[0])
     for worker, result in published.items():
@@ -56,7 +59,9 @@ def gather_report(
             events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])
     opaque = {worker: source_map.opaque for worker, source_map in connection.needers.items()}
     report = combine_reports(connection.plan, reports, events=events, opaque=opaque)
-    return replace(report, verification=verify, verify_s=verify_s) if verify != "off" else report
+    if verify == "off":
+        return report
+    return replace(report, verification=verify, verify_s=verify_s, verify_from=verify_from)
 
 
 def report_bytes(report: TransferReport) -> bytes:

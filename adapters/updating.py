@@ -26,8 +26,8 @@ __all__ = ["update"]
 _ASSESS_WITHIN_S = 5.0
 
 
-def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes) -> None:
-    """Carry out an update that all trainers have called; on return everybody has been told.
+def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: bool) -> None:
+    """Carry out an update that all trainers have called, traced or not; on return everybody has been told.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes) -> None:
     if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
         fleet.bind(fleet.bindings)
     fleet.bound = False  # until it is over: after a failure executors must be made anew
-    results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version),)), cancel=True)
+    results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version, trace),)), cancel=True)
     moved = fleet.by_worker(results)
     failures |= _compare(connection, sent, moved, [group for group in groups if group in results])
     for duty in (Install(version), Publish(version)):

@@ -232,7 +232,7 @@ class Executor:
     def close(self) -> None:
         """Stop a run at its next wait, and let go of peers; what peers still write lands in memory nobody reads."""
         self._abort_reason = self._abort_reason or "the executor was closed"
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()
         self._transport.close()
 
 

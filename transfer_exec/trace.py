@@ -104,7 +104,10 @@ def write_trace(report: TransferReport, path: str | Path) -> None:
                     "args": {key: value for key, value in about.items() if value not in ("", -1)},
                 }
             )
-    other = {"version": report.version, "transport": report.transport, "critical_path_s": critical_path(report)}
+    path_s = critical_path(report)
+    other = {"version": report.version, "transport": report.transport, "critical_path_s": path_s}
+    if report.measures is not None:
+        other["ewtt_s"] = report.measures.ewtt_s
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
 
 

@@ -217,7 +217,10 @@ class Update:
         if self._pool is None:
             job.run()
             return begun
-        running = self._pool.submit(job.run)
+        try:
+            running = self._pool.submit(job.run)
+        except RuntimeError as error:
+            raise TransportError(f"{self._program.worker}: was closed at {stage.lower()} {number}") from error
         self._running = [*(each for each in self._running if not each.done()), running]
         busy = Wait(self._version, number, stage, "for its own kernel")
         while not running.done():

@@ -73,10 +73,10 @@ class Trainer:
     def connect(self, engines: list[str], buffer_bytes: int) -> str:
         return self._sender.connect(engines, buffer_bytes=buffer_bytes).to_json()
 
-    def send(self, version: int, metadata: object) -> float:
+    def send(self, version: int, metadata: object, trace: str | None = None) -> float:
         self._holding.fill(version)
         start = time.monotonic()
-        self._pending = self._sender.send_weights(version, metadata)  # type: ignore[arg-type]
+        self._pending = self._sender.send_weights(version, metadata, trace=trace)  # type: ignore[arg-type]
         return time.monotonic() - start
 
     def spoil(self) -> None:

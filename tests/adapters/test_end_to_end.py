@@ -144,6 +144,24 @@ def test_versions_cross_bit_for_bit(fleet: Fleet, job: Job) -> None:
     assert segments() <= before
 
 
+def test_a_traced_update_adds_up(fleet: Fleet, job: Job, tmp_path: Path) -> None:
+    fleet.ask(TRAINERS, "connect", ["a", "b"], 64)
+    path = tmp_path / "trace.json"
+    fleet.ask(TRAINERS, "send", 1, None, str(path))
+    fleet.ask(TRAINERS, "result", None)
+    written = json.loads(path.read_text())
+    workers = {e["args"]["name"] for e in written["traceEvents"] if e["name"] == "process_name"}
+    assert workers == {"trainer/0", "trainer/1", "engine/a/0", "engine/a/1", "engine/b/0"}
+    assert {"control", "verify", "pack", "wait", "assemble"} <= {e.get("cat") for e in written["traceEvents"]}
+    parts = written["otherData"]["critical_path_s"]
+    assert sum(parts.values()) == pytest.approx(written["otherData"]["ewtt_s"], rel=0.02)
+    path.unlink()
+    fleet.ask(TRAINERS, "send", 2, None)
+    fleet.ask(TRAINERS, "result", None)
+    assert not path.exists()
+    fleet.ask((*TRAINERS, *ROLLOUTS), "leave")
+
+
 def test_an_engine_that_was_killed_between_updates_is_left_out(fleet: Fleet, job: Job) -> None:
     fleet.ask(TRAINERS, "connect", ["a", "b"], 64)
     fleet.ask(TRAINERS, "send", 1, None)
