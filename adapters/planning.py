@@ -31,6 +31,10 @@ DEFAULT_NIC_BYTES_PER_S = 12.5e9
 DEFAULT_LOCAL_BYTES_PER_S = 10e9
 """Assumed inside a machine where no topology is given: shared memory on a CPU host."""
 
+ROUND_OVERHEAD_S = 1e-3
+"""Assumed cost of a round to every worker. A transfer that takes much longer is cut into more rounds than its buffers
+need, so that packing, the wire and assembling overlap."""
+
 _NAMES_SHOWN = 8
 
 
@@ -96,7 +100,7 @@ def make_connection(
     if correspondence.unheld():
         needers, kept = _without_unheld(correspondence, needers, allow_partial)
         correspondence = correspond(holders, needers, cast=cast)
-    plan = make_plan(correspondence, topology, buffer_bytes=buffer_bytes)
+    plan = make_plan(correspondence, topology, buffer_bytes=buffer_bytes, round_overhead_s=ROUND_OVERHEAD_S)
     return Connection(holders, needers, correspondence, plan, kept)
 
 

@@ -16,6 +16,7 @@ from adapters.verification import cells_of, check_digests, check_holders, digest
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.errors import UnheldError
+from transfer_exec.topology import Engine, Node, Topology
 
 SPACE = CheckpointSpace([TensorSpec("a", (4,), "BF16"), TensorSpec("b", (6,), "F32"), TensorSpec("c", (2,), "BF16")])
 
@@ -43,6 +44,18 @@ def test_workers_of_one_host_are_a_node_in_natural_order() -> None:
     assert [(engine.name, engine.workers) for engine in topology.engines] == [
         ("engine/a", ("engine/a/0", "engine/a/1"))
     ]
+
+
+def test_a_long_transfer_is_cut_into_rounds_that_overlap() -> None:
+    """What takes a third of a second at 100 bytes a second is worth many rounds; at the assumed speeds it is one."""
+    nodes = [Node.of(w, [w], nic_bytes_per_s=100.0, local_bytes_per_s=1e9) for w in ("trainer/0", "engine/e/0")]
+    slow = Topology(nodes, [Engine("engine/e", ("engine/e/0",))])
+    rounds = [
+        make_connection({"trainer/0": ALL}, {"engine/e/0": ALL}, topology, buffer_bytes=1024).plan.rounds
+        for topology in (TOPOLOGY, slow)
+    ]
+    assert rounds[0] == 1
+    assert rounds[1] > 4
 
 
 def test_unheld_elements_are_named_with_range_and_ranks() -> None:
