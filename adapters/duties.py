@@ -13,7 +13,7 @@ asks for them:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -51,9 +51,8 @@ from adapters.session import Session
 from adapters.storage import Storage, live_memory
 from adapters.torch_bits import bits_view, tensor_of_bits
 from adapters.transports import make_transport
-from adapters.verification import digest, provable
+from adapters.verification import Proof, plan_proof
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.executor import Executor
@@ -120,7 +119,7 @@ class Duties:
         self._probed: SourceMap | None = None
         self._map: SourceMap | None = None
         self._storage: Storage | None = None
-        self._cells: Mapping[int, RunTable] = {}
+        self._proof: Proof | None = None
         self._executor: Executor | None = None
         self._transport: Transport | None = None
         self._gets_bytes = False
@@ -214,7 +213,7 @@ class Duties:
         takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
         self._map = source_map
         self._storage = Storage.of(memory).only(sorted(takes_part))
-        self._cells = provable(source_map, duty.cells)
+        self._proof = plan_proof(source_map, duty.cells)
         self._gets_bytes = worker.receives and program.release is not None
         self._transport = make_transport(
             duty.transport, worker.name, address=worker.address, deadline_s=min(worker.deadline_s, _CONNECT_S)
@@ -274,10 +273,10 @@ class Duties:
     # Inside
 
     def _digests(self) -> dict[int, int]:
-        if not self._cells:
+        if self._proof is None or not self._proof.numbers:
             return {}
-        memory = {name: _bits(tensor) for name, tensor in live_memory(self._worker.parameters).items()}
-        return digest(self._known_map(), memory, self._cells)
+        live = live_memory(self._worker.parameters)
+        return self._proof.digests({name: _bits(live[name]) for name in self._proof.plan.parameters})
 
     def _found(self) -> SourceMap:
         if self._probed is None:

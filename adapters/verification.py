@@ -10,6 +10,7 @@ A rollout cannot prove a class that it does not hold whole (an opaque parameter'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,14 +18,11 @@ from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
 from layout_algebra.correspondence import Correspondence
 from layout_algebra.dtypes import holds_every_value
-from layout_algebra.fingerprint import Memory, fingerprint_cells
+from layout_algebra.fingerprint import FingerprintPlan, Memory, plan_fingerprints
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 
-__all__ = ["Cells", "cells_of", "check_digests", "check_holders"]
-
-Cells = Mapping[int, RunTable]
-"""Number of a demand class -> its ids."""
+__all__ = ["Digests", "Proof", "cells_of", "check_digests", "check_holders", "plan_proof"]
 
 Digests = Mapping[str, Mapping[int, int]]
 """Worker -> number of a demand class -> digest."""
@@ -39,8 +37,28 @@ def cells_of(correspondence: Correspondence, worker: str) -> tuple[Cell, ...]:
     )
 
 
-def provable(source_map: SourceMap, cells: Sequence[Cell]) -> dict[int, RunTable]:
-    """Those of some cells that a worker's own memory can prove.
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """The demand classes that a worker's own memory can prove, found once and digested in every update.
+
+    Attributes
+    ----------
+    numbers
+        Of the classes.
+    plan
+        Where their elements are.
+    """
+
+    numbers: tuple[int, ...]
+    plan: FingerprintPlan
+
+    def digests(self, memory: Memory) -> dict[int, int]:
+        """Digest every class by its number; reads all memory that they live in once."""
+        return dict(zip(self.numbers, self.plan.sums(memory).tolist(), strict=True))
+
+
+def plan_proof(source_map: SourceMap, cells: Sequence[Cell]) -> Proof:
+    """Find which of some classes a worker can prove, and where they are.
 
     Raises
     ------
@@ -53,13 +71,7 @@ def provable(source_map: SourceMap, cells: Sequence[Cell]) -> dict[int, RunTable
         runs = RunTable.from_runs(np.frombuffer(cell.runs, dtype=np.int64).reshape(-1, 4))
         if not runs.subtract(held) and not runs.intersect(narrow):
             out[cell.number] = runs
-    return out
-
-
-def digest(source_map: SourceMap, memory: Memory, cells: Cells) -> dict[int, int]:
-    """Digest every cell; reads all memory that the cells live in once."""
-    values = fingerprint_cells(source_map, memory, list(cells.values()))
-    return dict(zip(cells, values.tolist(), strict=True))
+    return Proof(tuple(out), plan_fingerprints(source_map, list(out.values())))
 
 
 def check_holders(correspondence: Correspondence, digests: Digests) -> None:

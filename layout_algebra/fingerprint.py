@@ -20,6 +20,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -67,7 +68,7 @@ def fingerprint(source_map: SourceMap, memory: Memory) -> dict[str, int]:
     positions = np.flatnonzero(np.cumsum(touched)[:-1] > 0)
     positions = positions[space.starts[positions + 1] > space.starts[positions]]
     spans = np.stack([space.starts[positions], space.starts[positions + 1]], axis=1)
-    sums = _digest(source_map, memory, spans, np.arange(len(spans), dtype=np.int64), len(spans))
+    sums = _plan(source_map, spans, np.arange(len(spans), dtype=np.int64), len(spans)).sums(memory)
     return {space.specs[position].name: int(value) for position, value in zip(positions, sums, strict=True)}
 
 
@@ -86,29 +87,96 @@ def fingerprint_cells(source_map: SourceMap, memory: Memory, cells: Sequence[Run
     ndarray
         uint64, shape ``(len(cells),)``.
     """
+    return plan_fingerprints(source_map, cells).sums(memory)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FingerprintPlan:
+    """Where the elements of some sets of ids are in a worker's parameters; digests them again and again.
+
+    Attributes
+    ----------
+    source_map
+        The worker's.
+    sets
+        Number of sets.
+    parts
+        For every parameter and checkpoint dtype what the kernel reads.
+    """
+
+    source_map: SourceMap
+    sets: int
+    parts: tuple[FingerprintPart, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters that are read, each once."""
+        return tuple(dict.fromkeys(part.parameter for part in self.parts))
+
+    def sums(self, memory: Memory) -> npt.NDArray[np.uint64]:
+        """Digest every set: uint64, shape ``(sets,)``. Reads every element once.
+
+        Raises
+        ------
+        MapError
+            If an array is missing or of another shape or width than the map says.
+        """
+        out = np.zeros(self.sets, dtype=np.uint64)
+        for part in self.parts:
+            array = _checked(self.source_map, part.parameter, memory)
+            bits = wire_bits(array, self.source_map.dtype(part.parameter), part.wire)
+            digest_strips(bits.reshape(-1), part.rows, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FingerprintPart:
+    """Strips of one parameter whose checkpoint tensors have one dtype.
+
+    Attributes
+    ----------
+    parameter, wire
+        Its name, and the checkpoint tensors' dtype.
+    rows
+        int64, shape ``(n, 5)``: first id, length, flat index of the first id, index step, number of the set.
+    """
+
+    parameter: str
+    wire: str
+    rows: IdArray
+
+
+def plan_fingerprints(source_map: SourceMap, cells: Sequence[RunTable]) -> FingerprintPlan:
+    """Find once what ``fingerprint_cells`` reads, so that digesting again costs no more than reading memory.
+
+    Parameters
+    ----------
+    source_map, cells
+        As for ``fingerprint_cells``.
+    """
     spans = np.concatenate([np.empty((0, 2), dtype=np.int64), *(cell.intervals for cell in cells)])
     labels = np.repeat(np.arange(len(cells), dtype=np.int64), [len(cell.intervals) for cell in cells])
     order = np.argsort(spans[:, 0], kind="stable")
-    return _digest(source_map, memory, spans[order], labels[order], len(cells))
+    return _plan(source_map, spans[order], labels[order], len(cells))
 
 
-def _digest(
-    source_map: SourceMap, memory: Memory, spans: IdArray, labels: IdArray, count: int
-) -> npt.NDArray[np.uint64]:
-    """Sums per label over sorted disjoint id spans."""
+def _plan(source_map: SourceMap, spans: IdArray, labels: IdArray, count: int) -> FingerprintPlan:
+    """What sorted disjoint id spans are in memory."""
     cut_spans, cut_labels, wires = _cut_by_dtype(source_map.space, spans, labels)
-    strips, owners = source_map.strips.disjoint().within(cut_spans)[0].rows, source_map.parameters
+    strips = source_map.strips.disjoint().within(cut_spans)[0].rows
     span_of = np.searchsorted(cut_spans[:, 0], strips[:, 0], side="right") - 1
-    out = np.zeros(count, dtype=np.uint64)
-    for position in np.unique(strips[:, 2]).tolist():
-        mine = np.flatnonzero(strips[:, 2] == position)
-        array = _checked(source_map, owners[position], memory)
-        for wire in np.unique(wires[span_of[mine]]).tolist():
-            rows = mine[wires[span_of[mine]] == wire]
-            table = np.column_stack([strips[rows][:, [0, 1, 3, 4]], cut_labels[span_of[rows]]])
-            bits = wire_bits(array, source_map.dtype(owners[position]), wire).reshape(-1)
-            digest_strips(bits, np.ascontiguousarray(table), out)
-    return out
+    names, wire_of = np.unique(wires[span_of], return_inverse=True)
+    # In order of memory within a parameter, so that it is read from its beginning to its end.
+    order = np.lexsort((strips[:, 3], wire_of, strips[:, 2]))
+    strips, span_of, wire_of = strips[order], span_of[order], wire_of[order]
+    table = np.column_stack([strips[:, [0, 1, 3, 4]], cut_labels[span_of]])
+    begins = np.flatnonzero(np.diff(strips[:, 2], prepend=-1) | np.diff(wire_of, prepend=-1))
+    stops = np.append(begins, len(strips))[1:]
+    parts = [
+        FingerprintPart(source_map.parameters[strips[begin, 2]], str(names[wire_of[begin]]), table[begin:stop].copy())
+        for begin, stop in zip(begins.tolist(), stops.tolist(), strict=True)
+    ]
+    return FingerprintPlan(source_map, count, tuple(parts))
 
 
 def _cut_by_dtype(
@@ -159,16 +227,21 @@ def wire_bits(array: npt.NDArray[np.generic], held: str, wire: str) -> npt.NDArr
         values = plain.view(storage_of(held))
         if held == "BF16":
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        if wire == "BF16":
-            plain = _to_bfloat16(values.astype(np.float32))
-        else:
-            with np.errstate(over="ignore", under="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            if wire in ("BF16", "F16"):
+                plain = _narrowed(values.astype(np.float32), wire)
+            else:
                 plain = values.astype(storage_of(wire))
     return plain.view(f"u{dtype_of(wire).item_bytes}").reshape(array.shape)
 
 
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to nearest even; every NaN becomes the quiet 0x7FC0."""
+def _narrowed(values: npt.NDArray[np.float32], wire: str) -> npt.NDArray[np.uint16]:
+    """BF16 or F16 bits, rounded to nearest even; a NaN keeps its sign and its first bits and turns quiet."""
     bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    if wire == "BF16":
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        quiet = bits >> np.uint32(16) | np.uint32(0x40)
+    else:
+        rounded = values.astype(np.float16).view(np.uint16).astype(np.uint32)
+        quiet = bits >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7E00) | bits >> np.uint32(13) & np.uint32(0x3FF)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)

@@ -22,7 +22,7 @@ from adapters.probing import probe
 from adapters.receiver import ReceiverAdapter, Update
 from adapters.sender import SenderAdapter
 from adapters.torch_bits import bits_view
-from adapters.verification import cells_of, digest, provable
+from adapters.verification import cells_of, plan_proof
 from layout_algebra.space import CheckpointSpace
 from tests.adapters.toy import SPACE, Holding, rollout, trainer
 from transfer_exec.in_process import run_in_process
@@ -47,8 +47,8 @@ def compile_kernels() -> None:
         buffer_bytes=4096,
     )
     run_in_process(made.plan, maps, {"trainer/0": held.tensors, "engine/a/0": needed.tensors})
-    cells = provable(maps["trainer/0"], cells_of(made.correspondence, "trainer/0"))
-    digest(maps["trainer/0"], {name: bits_view(tensor) for name, tensor in held.tensors.items()}, cells)
+    proof = plan_proof(maps["trainer/0"], cells_of(made.correspondence, "trainer/0"))
+    proof.digests({name: bits_view(tensor) for name, tensor in held.tensors.items()})
 
 
 class Outcome(Generic[T]):

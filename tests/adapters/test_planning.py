@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from adapters.connect_report import ConnectReport, StageBytes, WorkerSummary, _bytes_of, describe_worker
 from adapters.failures import CoverageError, UsageError, VerificationError
 from adapters.planning import make_connection, topology_of_hosts
-from adapters.verification import cells_of, check_digests, check_holders, digest, provable
+from adapters.verification import cells_of, check_digests, check_holders, plan_proof
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.errors import UnheldError
@@ -144,20 +144,16 @@ def test_digests_agree_across_layouts_and_differ_with_one_bit() -> None:
     memory = {"a": values[:4].astype(np.uint16), "b": values[4:10].view(np.float32), "c": values[10:].astype(np.uint16)}
     needers = {"engine/e/0": ALL, "engine/e/1": holding(q=[12, 1], r=[8, 7])}
     made = make_connection({"trainer/0": ALL}, needers, TOPOLOGY, buffer_bytes=1024).correspondence
-    sent = {"trainer/0": digest(ALL, memory, provable(ALL, cells_of(made, "trainer/0")))}
+    sent = {"trainer/0": plan_proof(ALL, cells_of(made, "trainer/0")).digests(memory)}
     other = {"q": np.concatenate([memory["c"][[1]], memory["a"][[0]]]), "r": memory["b"][[3, 2]]}
     landed = {
-        "engine/e/0": digest(ALL, memory, provable(ALL, cells_of(made, "engine/e/0"))),
-        "engine/e/1": digest(
-            needers["engine/e/1"], other, provable(needers["engine/e/1"], cells_of(made, "engine/e/1"))
-        ),
+        "engine/e/0": plan_proof(ALL, cells_of(made, "engine/e/0")).digests(memory),
+        "engine/e/1": plan_proof(needers["engine/e/1"], cells_of(made, "engine/e/1")).digests(other),
     }
     check_digests(made, sent, landed)
     check_holders(made, sent)
     other["r"].view(np.uint32)[1] ^= 1
-    landed["engine/e/1"] = digest(
-        needers["engine/e/1"], other, provable(needers["engine/e/1"], cells_of(made, "engine/e/1"))
-    )
+    landed["engine/e/1"] = plan_proof(needers["engine/e/1"], cells_of(made, "engine/e/1")).digests(other)
     with pytest.raises(VerificationError, match=r"engine/e/1: the bits of b\[2:4\] differ"):
         check_digests(made, sent, landed)
 
@@ -168,15 +164,15 @@ def test_replicas_that_differ_are_named() -> None:
     made = make_connection(
         {"trainer/0": ALL, "trainer/1": ALL}, {"engine/e/0": ALL}, TOPOLOGY, buffer_bytes=1024
     ).correspondence
-    cells = provable(ALL, cells_of(made, "trainer/0"))
+    proof = plan_proof(ALL, cells_of(made, "trainer/0"))
     with pytest.raises(VerificationError, match="trainer/0 and trainer/1 both hold"):
-        check_holders(made, {"trainer/0": digest(ALL, memory, cells), "trainer/1": digest(ALL, spoiled, cells)})
+        check_holders(made, {"trainer/0": proof.digests(memory), "trainer/1": proof.digests(spoiled)})
 
 
 def test_what_cannot_be_proved_is_not_claimed() -> None:
     narrow = SourceMap.from_ids(SPACE, {"b": np.arange(5, 11)}, {"b": "BF16"})
     made = make_connection({"trainer/0": ALL}, {"engine/e/0": narrow}, TOPOLOGY, buffer_bytes=1024).correspondence
-    assert provable(narrow, cells_of(made, "engine/e/0")) == {}
-    assert len(provable(ALL, cells_of(made, "trainer/0"))) == 1
+    assert plan_proof(narrow, cells_of(made, "engine/e/0")).numbers == ()
+    assert len(plan_proof(ALL, cells_of(made, "trainer/0")).numbers) == 1
     partly = holding(b=[5, 6])
-    assert provable(partly, cells_of(made, "trainer/0")) == {}
+    assert plan_proof(partly, cells_of(made, "trainer/0")).numbers == ()

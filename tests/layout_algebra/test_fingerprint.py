@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_algebra.errors import MapError
-from layout_algebra.fingerprint import fingerprint, fingerprint_cells, wire_bits
+from layout_algebra.fingerprint import fingerprint, fingerprint_cells, plan_fingerprints, wire_bits
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
@@ -66,23 +66,43 @@ def test_shards_add_up_in_any_layout(seed: int, ranks: int) -> None:
     assert total == {name: want[name] for name in ("a", "b")}
 
 
-def test_every_flipped_bit_swap_and_shift_is_seen() -> None:
-    source_map, memory = whole()
-    want = fingerprint(source_map, memory)
-    for _ in range(2000):
-        wrong = VALUES.copy()
-        kind = RNG.integers(3)
-        at, to = RNG.choice(len(wrong), 2, replace=False)
-        if kind == 0:
-            wrong[at] ^= np.uint16(1 << RNG.integers(16))
-        elif kind == 1:
-            wrong[[at, to]] = wrong[[to, at]]
-        else:
-            low, high = min(at, to), max(at, to)
-            wrong[low:high] = np.roll(wrong[low:high], 1)
-        if np.array_equal(wrong, VALUES):
-            continue
-        assert fingerprint(source_map, {**memory, "p": wrong}) != want
+CORRUPTIONS = ("flipped bit", "swapped pair", "stale tensor", "shifted run")
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_every_one_of_2500_corruptions_of_a_kind_is_seen(kind: str) -> None:
+    """Three dtypes, a transposed parameter and two sets of ids; one digest plan for all of it."""
+    space = CheckpointSpace(
+        [TensorSpec("a", (30, 50), "BF16"), TensorSpec("b", (700,), "F32"), TensorSpec("c", (900,), "U8")]
+    )
+    ids = {"at": np.arange(1, 1501).reshape(30, 50).T, "b": np.arange(1501, 2201), "c": np.arange(2201, 3101)}
+    source_map = SourceMap.from_ids(space, ids)
+    rng = np.random.default_rng(CORRUPTIONS.index(kind))
+    width = {"at": np.uint16, "b": np.uint32, "c": np.uint8}
+
+    def version() -> dict[str, np.ndarray]:
+        return {n: rng.integers(0, np.iinfo(w).max, ids[n].shape, dtype=w, endpoint=True) for n, w in width.items()}
+
+    old, memory = version(), version()
+    plan = plan_fingerprints(source_map, [RunTable.from_ids(np.arange(1 + part, 3101, 2)) for part in range(2)])
+    assert set(plan.parameters) == set(ids)
+    want = plan.sums(memory)
+    for _ in range(2500):
+        name = str(rng.choice(list(ids)))
+        right = memory[name].reshape(-1)
+        wrong = right.copy()
+        while np.array_equal(wrong, right):
+            low, high = np.sort(rng.choice(len(wrong), 2, replace=False))
+            if kind == "flipped bit":
+                wrong[low] ^= wrong.dtype.type(1 << int(rng.integers(8 * wrong.itemsize)))
+            elif kind == "swapped pair":
+                wrong[[low, high]] = right[[high, low]]
+            elif kind == "stale tensor":
+                wrong[low : high + 1] = old[name].reshape(-1)[low : high + 1]
+            else:
+                wrong[low : high + 1] = np.roll(right[low : high + 1], 1)
+        assert (plan.sums({**memory, name: wrong.reshape(ids[name].shape)}) != want).any()
+    assert np.array_equal(plan.sums(memory), want)
 
 
 def test_cells_are_parts_of_tensors() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from layout_algebra.fingerprint import wire_bits
 from transfer_exec.conversions import COPY_WIDTHS, PAIRS, SOURCE_BYTES, TARGET_BYTES, code_of
 from transfer_exec.errors import ProgramError
 from transfer_exec.kernels._shares import split_evenly
@@ -62,6 +63,20 @@ def test_wide_sources_around_every_rounding_edge(source: str, target: str) -> No
         middle = exact + (after - exact) / 2
         edges += [exact, middle, torch.nextafter(middle, exact), torch.nextafter(middle, after)]
     assert_converts_like_torch(torch.cat([random_bits, *edges]), source, target)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] in ("BF16", "F16") and pair[0][0] == "F"])
+def test_digests_read_wide_numbers_as_kernels_narrow_them(pair: tuple[str, str]) -> None:
+    """All bits, those of NaN too: a trainer digests its masters, a rollout what was packed of them."""
+    if pair == ("F16", "BF16"):
+        values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    else:
+        raw = np.random.default_rng(1).integers(0, 2**64, 100_000, dtype=np.uint64)
+        values = torch.from_numpy(raw.view(np.float64) if pair[0] == "F64" else raw.view(np.float32))
+        near = torch.randn(10_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(values.dtype)
+        values = torch.cat([values, near, torch.tensor([1.0009765625 + 2**-11 + 2**-40]).to(values.dtype)])
+    got = convert(values, *pair).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(got, wire_bits(values.numpy(), *pair))
 
 
 def test_no_conversion_between_other_types() -> None:
