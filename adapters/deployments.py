@@ -41,13 +41,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from adapters.deployments_layouts import Fsdp, Maps, Megatron, Rollout, rollout_maps, trainer_maps
 from adapters.deployments_models import DeploymentError, Model, model_of
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.topology import Topology
 
-__all__ = ["BUFFER_BYTES", "Deployment", "DeploymentError", "UpdateSettings", "read_deployment"]
+__all__ = ["BUFFER_BYTES", "Deployment", "DeploymentError", "UpdateSettings", "named", "read_deployment"]
 
 BUFFER_BYTES = 512 << 20
 """Default budget per worker and round."""
@@ -125,8 +126,21 @@ class Deployment:
             raise DeploymentError(f"rollout: {error}") from error
 
 
-def read_deployment(path: str | Path) -> Deployment:
+def named(path: Path, changes: Mapping[str, int | float]) -> str:
+    """A file, and what was changed of it, as an error names it."""
+    changed = ", ".join(f"{key} {value}" for key, value in changes.items())
+    return f"{path} with {changed}" if changed else str(path)
+
+
+def read_deployment(path: str | Path, changes: Mapping[str, int | float] = MappingProxyType({})) -> Deployment:
     """Read a deployment file.
+
+    Parameters
+    ----------
+    path
+        The file.
+    changes
+        ``section.key`` -> number, put in place of the file's.
 
     Raises
     ------
@@ -142,9 +156,12 @@ def read_deployment(path: str | Path) -> Deployment:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeploymentError(f"{place}: no TOML: {error}") from error
     try:
+        for key, value in changes.items():
+            section, _, inner = key.partition(".")
+            table[section] = {**_table({section: table.get(section, {})}, section), inner: value}
         return _deployment(table, place.parent)
     except DeploymentError as error:
-        raise DeploymentError(f"{place}: {error}") from error
+        raise DeploymentError(f"{named(place, changes)}: {error}") from error
 
 
 def _deployment(table: _Table, folder: Path) -> Deployment:

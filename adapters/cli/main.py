@@ -144,6 +144,10 @@ def simulate(
     depth: _Depth = None,
     round_overhead: _RoundOverhead = None,
     compare: Annotated[bool, typer.Option("--compare", help="Simulate other systems' ways too.")] = False,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="Numbers of FILE to try, section.key=1,2,4; several are walked together. One row each."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Simulate an update: end to end, stall, the link that binds, against the bound and against other ways."""
@@ -158,6 +162,7 @@ def simulate(
             depth=depth,
             round_overhead_s=round_overhead,
             compare=compare,
+            vary=vary or (),
             as_json=as_json,
         )
     except PlanCommandError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,11 @@ from rich.table import Table
 
 from adapters.cli.plan_report import PlanReport, SimulationReport, report_plan, report_simulation
 from adapters.cli.plan_source import Source, load_source
+from adapters.cli.plan_sweep import SweepReport, run_sweep, sweep_points, sweep_table
 from adapters.deployments import DeploymentError, UpdateSettings
 from layout_algebra.errors import LayoutError
 from transfer_exec.errors import TransferError
+from transfer_exec.plan import Plan
 from transfer_exec.planner import make_plan
 from transfer_exec.together import Unit
 
@@ -62,26 +65,37 @@ def run_simulate(
     depth: int | None,
     round_overhead_s: float | None,
     compare: bool,
+    vary: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Plan, simulate the plan and with `compare` the baselines, print.
+    """Plan, simulate the plan and with `compare` the baselines, print; with `vary` point by point.
 
     Raises
     ------
     PlanCommandError
         With the file and the place in it.
     """
-    try:
-        source = load_source(file, maps=maps, topology=topology)
+
+    def make(source: Source) -> tuple[UpdateSettings, Plan]:
         settings = _settings(source, buffer_bytes, depth, round_overhead_s)
-        plan = make_plan(
+        return settings, make_plan(
             source.correspondence,
             source.topology,
             buffer_bytes=settings.buffer_bytes,
             round_overhead_s=settings.round_overhead_s,
             depth=settings.depth,
         )
-        report = report_simulation(source, plan, settings, compare=compare)
+
+    report: SimulationReport | SweepReport
+    try:
+        if vary:
+            if file is None or topology is not None:
+                raise DeploymentError("--vary changes numbers of a deployment file; give one, and no --topology")
+            report = run_sweep(file, sweep_points(vary), make, compare=compare)
+        else:
+            source = load_source(file, maps=maps, topology=topology)
+            settings, plan = make(source)
+            report = report_simulation(source, plan, settings, compare=compare)
     except (DeploymentError, TransferError, LayoutError) as error:
         raise PlanCommandError(f"transload simulate: {error}") from error
     _print(report, as_json=as_json)
@@ -108,11 +122,17 @@ def _unit(text: str | None) -> Unit | None:
     return int(text)
 
 
-def _print(report: PlanReport | SimulationReport, *, as_json: bool) -> None:
+def _print(report: PlanReport | SimulationReport | SweepReport, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return
-    made = _plan_table(report) if isinstance(report, PlanReport) else _simulation_table(report)
+    match report:
+        case PlanReport():
+            made = _plan_table(report)
+        case SimulationReport():
+            made = _simulation_table(report)
+        case _:
+            made = sweep_table(report)
     Console(highlight=False, width=max(110, Console().width)).print(made)
 
 

@@ -21,7 +21,15 @@ from transfer_exec.planner import make_plan, round_load_over_average
 from transfer_exec.simulate import Timeline, simulate
 from transfer_exec.together import Unit
 
-__all__ = ["PlanReport", "SimulationReport", "peak_rss_bytes", "report_plan", "report_simulation"]
+__all__ = [
+    "PlanReport",
+    "SimulationReport",
+    "load_over_bound",
+    "network_copies",
+    "peak_rss_bytes",
+    "report_plan",
+    "report_simulation",
+]
 
 
 _ALL_PROGRAMS = 64
@@ -153,7 +161,7 @@ def report_plan(
     planned = time.perf_counter()
     sizes = program_sizes(plan, source, sample=sample)
     compiled = time.perf_counter()
-    sent, needed, ingress = _copies(plan, source)
+    copies, ingress = network_copies(plan, source)
     return plan, PlanReport(
         name=source.name,
         model_bytes=source.model_bytes,
@@ -168,8 +176,8 @@ def report_plan(
         bound_link=plan.bound_link,
         optimum_s=plan.optimum_s,
         load_s=plan.load_s,
-        link_load_over_bound=plan.load_s / plan.lower_bound_s if plan.lower_bound_s else 1.0,
-        trainer_copies_sent=sent / needed if needed else 1.0,
+        link_load_over_bound=load_over_bound(plan),
+        trainer_copies_sent=copies,
         node_ingress_over_need=ingress,
         round_load_over_average=round_load_over_average(plan, source.topology),
         map_seconds=source.maps_s,
@@ -192,8 +200,13 @@ def program_sizes(plan: Plan, source: Source, *, sample: int | None = None) -> d
     return {worker: len(compiler.program(worker, source.maps[worker]).to_bytes()) for worker in plan.workers[::step]}
 
 
-def _copies(plan: Plan, source: Source) -> tuple[int, int, float]:
-    """Bytes that trainers send over the network, that some node lacks, and the largest ingress over need of a node."""
+def load_over_bound(plan: Plan) -> float:
+    """The largest link load over the bound; 1 where nothing has to move."""
+    return plan.load_s / plan.lower_bound_s if plan.lower_bound_s else 1.0
+
+
+def network_copies(plan: Plan, source: Source) -> tuple[float, float]:
+    """What trainers send over one copy of what some node lacks, and the largest ingress over need of a node."""
     links = Links.of(source.topology, plan.holders, plan.needers)
     node_of = dict(zip(plan.workers, plan.nodes, strict=True))
     need: dict[int, int] = {}
@@ -210,7 +223,7 @@ def _copies(plan: Plan, source: Source) -> tuple[int, int, float]:
                 sent += route.bytes if hop.stage is Stage.RECEIVE else 0
                 got[node_of[hop.target]] = got.get(node_of[hop.target], 0) + route.bytes
     largest = max((count / need[node] if node in need else math.inf for node, count in got.items()), default=1.0)
-    return sent, needed, largest
+    return sent / needed if needed else 1.0, largest
 
 
 def report_simulation(source: Source, plan: Plan, settings: UpdateSettings, *, compare: bool) -> SimulationReport:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from adapters.deployments import BUFFER_BYTES, DeploymentError, UpdateSettings, read_deployment
+from adapters.deployments import BUFFER_BYTES, DeploymentError, UpdateSettings, named, read_deployment
 from adapters.deployments_layouts import Maps
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.errors import LayoutError
@@ -52,8 +53,16 @@ class Source:
     correspond_s: float
 
 
-def load_source(file: Path | None, *, maps: Path | None, topology: Path | None) -> Source:
+def load_source(
+    file: Path | None,
+    *,
+    maps: Path | None,
+    topology: Path | None,
+    changes: Mapping[str, int | float] = MappingProxyType({}),
+) -> Source:
     """Read a deployment file, or a folder of maps; a topology file takes the place of the deployment's own cluster.
+
+    ``changes`` are ``section.key`` -> number, put in place of the deployment file's.
 
     Raises
     ------
@@ -64,12 +73,12 @@ def load_source(file: Path | None, *, maps: Path | None, topology: Path | None) 
     if (file is None) == (maps is None):
         raise DeploymentError("give either a deployment file, or --maps DIR with --topology FILE")
     if file is not None:
-        deployment = read_deployment(file)
+        deployment = read_deployment(file, changes)
         try:
             space, holders, needers = deployment.maps()
             own = deployment.topology()
         except (DeploymentError, LayoutError, TopologyError) as error:
-            raise DeploymentError(f"{file}: {error}") from error
+            raise DeploymentError(f"{named(file, changes)}: {error}") from error
         where = own if topology is None else _placed(topology, [*holders, *needers])
         name, update, model_bytes = deployment.name, deployment.update, space.total_bytes
     else:

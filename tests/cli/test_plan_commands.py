@@ -63,6 +63,53 @@ def test_simulate_as_json_with_baselines() -> None:
     assert "baselines" not in json.loads(run("simulate", FIGURE, "--json"))
 
 
+def test_a_sweep() -> None:
+    vary = ["--vary", "rollout.engines=1,2", "--vary", "rollout.dp=4,2", "--vary", "cluster.nic_bytes_per_s=25e9"]
+    found = json.loads(run("simulate", FIGURE, "--json", "--compare", *vary))
+    assert [point["changes"] for point in found["points"]] == [
+        {"rollout.engines": 1, "rollout.dp": 4, "cluster.nic_bytes_per_s": 25e9},
+        {"rollout.engines": 2, "rollout.dp": 2, "cluster.nic_bytes_per_s": 25e9},
+    ]
+    for point in found["points"]:
+        assert point["link_load_over_bound"] <= 1.02
+        assert (point["trainer_copies_sent"], point["node_ingress_over_need"]) == (1.0, 1.0)
+        for name, speedup in point["speedups"].items():
+            theirs = point["simulation"]["baselines"][name]["end_to_end_s"]
+            assert speedup == pytest.approx(theirs / point["simulation"]["end_to_end_s"])
+    apart = json.loads(run("simulate", FIGURE, "--json"))
+    assert found["points"][1]["simulation"]["bound_s"] == pytest.approx(2 * apart["bound_s"]), "half the speed"
+    table = run("simulate", FIGURE, "--compare", *vary)
+    assert "engines" in table
+    assert "Nothing here was measured" in table
+    for bad, message in [
+        (["rollout.engines=1,2,4", "rollout.dp=4,2"], "rollout.engines has 3, rollout.dp has 2"),
+        (["rollout.engines=1", "rollout.engines=2"], "is varied twice"),
+        (["engines=1"], "expected section.key=value,value"),
+        (["rollout.engines=x"], "'x' is no number"),
+        (["rollout.engines=3"], "figure2-cross.toml with rollout.engines 3: rollout: engines 3"),
+        (["rollout.engine=1"], "figure2-cross.toml with rollout.engine 1: rollout: unknown key 'engine'"),
+        (["rollout.engines=1.5"], "rollout.engines: 1.5; expected a whole number"),
+        (["cluster.nic_bytes_per_s=1e-300"], "with cluster.nic_bytes_per_s 1e-300: node 0"),
+    ]:
+        words = [word for each in bad for word in ("--vary", each)]
+        assert message in " ".join(run("simulate", FIGURE, *words, code=2).split())
+    assert "--vary changes numbers of a deployment file" in run("simulate", "--vary", "rollout.tp=1", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overhead", ["1e-3", "1e-4"])
+def test_ends_of_the_papers_sweeps(overhead: str) -> None:
+    """One trainer node to 1 and 16 replicas, four trainer nodes to four: the bars for two buffers of 512 MiB."""
+    vary = ["trainer.nodes=1,1,4", "trainer.dp=2,2,8", "rollout.engines=1,16,4", "rollout.nodes=1,16,4"]
+    words = [word for each in vary for word in ("--vary", each)]
+    file = FOLDER / "qwen3-30b-a3b.toml"
+    found = json.loads(run("simulate", file, "--json", "--round-overhead", overhead, *words))
+    for point in found["points"]:
+        assert point["link_load_over_bound"] <= 1.02
+        assert (point["trainer_copies_sent"], point["node_ingress_over_need"]) == (1.0, 1.0)
+        assert point["simulation"]["end_to_end_over_bound"] <= (1.20 if overhead == "1e-3" else 1.08)
+
+
 def test_tables() -> None:
     assert "trainers send" in run("plan", FIGURE)
     table = run("simulate", FIGURE, "--compare")
