@@ -31,8 +31,9 @@ from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
+from transfer_exec.signals import Steps, Wait, first_number
 from transfer_exec.transport.base import Endpoint, Transport, check_process
-from transfer_exec.update import Steps, Update, Wait, first_number
+from transfer_exec.update import Update
 
 DEPTH = 2
 """Rounds under way at once, where nobody says otherwise."""

@@ -15,8 +15,8 @@ from transfer_exec.executor import DEPTH, Executor
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.plan import Plan
 from transfer_exec.report import TransferReport, WorkerReport, combine_reports
+from transfer_exec.signals import Steps, Wait
 from transfer_exec.transport.loopback import LoopbackNetwork
-from transfer_exec.update import Steps, Wait
 
 
 def run_in_process(

@@ -11,21 +11,18 @@ one round is on the wire, the next is packed and the one before assembled. Every
 
 It runs as far as it can, yields a `Wait` whenever no round can go on, and returns the `WorkerReport`.
 
-Flags carry numbers that only grow: version v has ``(v + 1) * (rounds + 1)`` for "ready for version v", and one more
-per round; 0 is what a flag has before its first signal. A worker writes round k of a version only after the peer has
-released round k - depth of the same version, which is after the peer's last reader of that slot has finished. So a
-worker that is late for an old version never writes into a newer one.
+A worker writes round k of a version only after the peer has released round k - depth of the same version
+(`transfer_exec.signals`), which is after the peer's last reader of that slot has finished.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from transfer_exec.buffers import Buffers, slot_name
@@ -35,44 +32,12 @@ from transfer_exec.plan import Stage
 from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, Program, Release, Write
 from transfer_exec.regions import Buffer
 from transfer_exec.report import PhaseTimes, Span, WorkerReport
+from transfer_exec.signals import ASSEMBLE, PACK, Steps, Wait, first_number, message_tag
 from transfer_exec.transport.base import Ticket, Transport
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """What a worker is waiting for; a new object whenever it has moved on.
-
-    Attributes
-    ----------
-    version, round
-        Where it is; of several rounds under way the oldest.
-    stage
-        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"`` or ``"ASSEMBLE"`` while its own kernels run.
-    what
-        For whom and for what, in words.
-    """
-
-    version: int
-    round: int
-    stage: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"version {self.version}, round {self.round}, stage {self.stage}: {self.what}"
-
-    @property
-    def on_itself(self) -> bool:
-        """Whether its own kernels are running, which no peer can hold up."""
-        return self.stage in (Buffer.PACK.name, _ASSEMBLE)
-
-
-Steps: TypeAlias = Generator[Wait, None, WorkerReport]
-"""One worker's update: yields while it waits, returns its report."""
 
 _Waits: TypeAlias = Generator[Wait, None, None]
 _Group: TypeAlias = list[tuple[int, Instruction]]
 
-_ASSEMBLE = "ASSEMBLE"
 _WRITING = ("wire", "external", "internal")
 """Kinds of spans of writing, by stage."""
 
@@ -185,10 +150,10 @@ class Update:
                 index, step = group[0]
                 match step:
                     case Pack():
-                        begun = yield from self._run(pack[number], Buffer.PACK.name, index, number)
+                        begun = yield from self._run(pack[number], PACK, index, number)
                         self._pack_s += self._took("pack", number, begun)
                     case Assemble():
-                        begun = yield from self._run(assemble[number], _ASSEMBLE, index, number)
+                        begun = yield from self._run(assemble[number], ASSEMBLE, index, number)
                         self._assemble_s += self._took("assemble", number, begun)
                     case Await():
                         yield from self._await(step, index, number)
@@ -392,20 +357,6 @@ class Update:
             ),
             spans=None if self._spans is None else tuple(self._spans),
         )
-
-
-def first_number(version: int, rounds: int) -> int:
-    """What a worker raises its sources' flags to when it is ready for a version."""
-    return (version + 1) * (rounds + 1)
-
-
-def message_tag(plan_digest: str, stage: Stage, source: str, target: str) -> int:
-    """63 bits that name one worker's messages to another in one plan, so that nobody reads bytes by another layout.
-
-    The same in every round: a flag's number and tag may be read while the next round's are being stored.
-    """
-    text = f"{plan_digest}/{stage.name}/{source}/{target}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _with_writes_together(instructions: Sequence[Instruction]) -> list[_Group]:

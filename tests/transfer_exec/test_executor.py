@@ -26,11 +26,11 @@ from transfer_exec.plan import Plan, Stage
 from transfer_exec.planner import make_plan
 from transfer_exec.regions import Buffer
 from transfer_exec.report import WorkerReport, combine_reports
+from transfer_exec.signals import first_number
 from transfer_exec.topology import Topology
 from transfer_exec.transport.base import Endpoint, Transport
 from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
-from transfer_exec.update import first_number
 
 SIZE = 1024
 SPACE = CheckpointSpace([TensorSpec("w", (SIZE,), "F32")])

@@ -1,0 +1,68 @@
+"""What workers wait for, and what the flags that they raise say.
+
+Flags carry numbers that only grow: version v has ``(v + 1) * (rounds + 1)`` for "ready for version v", and one more
+per round; 0 is what a flag has before its first signal. So nothing is ever reset, and a worker that is late for an old
+version never takes a newer one's flag for its own, nor writes into it.
+
+>>> first_number(version=0, rounds=5), first_number(version=1, rounds=5)
+(6, 12)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from transfer_exec.plan import Stage
+from transfer_exec.report import WorkerReport
+
+PACK, ASSEMBLE = "PACK", "ASSEMBLE"
+"""Where a worker is while its own kernels run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """What a worker is waiting for; a new object whenever it has moved on.
+
+    Attributes
+    ----------
+    version, round
+        Where it is; of several rounds under way the oldest.
+    stage
+        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"`` or ``"ASSEMBLE"`` while its own kernels run.
+    what
+        For whom and for what, in words.
+    """
+
+    version: int
+    round: int
+    stage: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"version {self.version}, round {self.round}, stage {self.stage}: {self.what}"
+
+    @property
+    def on_itself(self) -> bool:
+        """Whether its own kernels are running, which no peer can hold up."""
+        return self.stage in (PACK, ASSEMBLE)
+
+
+Steps: TypeAlias = Generator[Wait, None, WorkerReport]
+"""One worker's update: yields while it waits, returns its report."""
+
+
+def first_number(version: int, rounds: int) -> int:
+    """What a worker raises its sources' flags to when it is ready for a version."""
+    return (version + 1) * (rounds + 1)
+
+
+def message_tag(plan_digest: str, stage: Stage, source: str, target: str) -> int:
+    """63 bits that name one worker's messages to another in one plan, so that nobody reads bytes by another layout.
+
+    The same in every round: a flag's number and tag may be read while the next round's are being stored.
+    """
+    text = f"{plan_digest}/{stage.name}/{source}/{target}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
