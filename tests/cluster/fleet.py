@@ -11,15 +11,34 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
 from tests.cluster.network import Cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START_S = 120.0
+_START_S = 300.0
+
+
+class Job(NamedTuple):
+    """One process to start.
+
+    Attributes
+    ----------
+    node
+        Where.
+    target
+        ``"module:Class"``; it is made with the node's number, its address, and ``arguments``.
+    arguments
+        More.
+    """
+
+    node: int
+    target: str
+    arguments: tuple[object, ...] = ()
 
 
 class Fleet:
@@ -29,64 +48,54 @@ class Fleet:
     ----------
     cluster
         Where.
-    target
-        ``"module:Class"``; it is made with the node's number, its address, and ``arguments``.
-    nodes
-        Which nodes, by default all, one process each; a number may come several times.
-    arguments
-        For each process.
+    jobs
+        One a process; processes are numbered in this order.
     timeout_s
         Of every answer.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        target: str,
-        *,
-        nodes: Sequence[int] | None = None,
-        arguments: Iterable[tuple[object, ...]] | None = None,
-        timeout_s: float = 120.0,
-    ) -> None:
-        self.nodes = tuple(range(len(cluster.nodes))) if nodes is None else tuple(nodes)
+    def __init__(self, cluster: Cluster, jobs: Sequence[Job], *, timeout_s: float = 120.0) -> None:
+        self.jobs = tuple(jobs)
         self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="transload-fleet-"))
         self._pipes: dict[int, Connection] = {}
         address = str(self._folder / "parent")
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            with Listener(address, family="AF_UNIX", backlog=len(self.nodes)) as listener:
-                for number, node in enumerate(self.nodes):
+            with Listener(address, family="AF_UNIX", backlog=len(self.jobs)) as listener:
+                for number, job in enumerate(self.jobs):
                     command = [sys.executable, "-m", "tests.cluster.node_process", address, str(number)]
-                    self._processes.append(cluster.spawn(node, command, cwd=_ROOT))
+                    self._processes.append(cluster.spawn(job.node, command, cwd=_ROOT))
                 # The listener has no timeout of its own.
                 listener._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
-                for _ in self.nodes:
+                for _ in self.jobs:
                     pipe = listener.accept()
                     self._pipes[pipe.recv()] = pipe
-            given = [()] * len(self.nodes) if arguments is None else list(arguments)
-            self._send_all([(target, (node, cluster.address(node), *given[k])) for k, node in enumerate(self.nodes)])
-            self._gather()
+            self.call(
+                {
+                    number: (job.target, job.node, cluster.address(job.node), *job.arguments)
+                    for number, job in enumerate(self.jobs)
+                }
+            )
         except BaseException:
             self.close()
             raise
 
-    def each(self, method: str, arguments: Sequence[tuple[object, ...]] | None = None) -> list[object]:
-        """Call a method on every process at the same time; the answers in order.
+    def call(self, calls: Mapping[int, tuple[object, ...]]) -> list[Any]:
+        """Call a method, ``(name, *arguments)``, on several processes at the same time; the answers in that order.
 
         Raises
         ------
         RuntimeError
             If one raised or did not answer in time.
         """
-        given = [()] * len(self.nodes) if arguments is None else arguments
-        self._send_all([(method, one) for one in given])
-        return self._gather()
+        for number, (method, *arguments) in calls.items():
+            self._pipes[number].send((method, tuple(arguments)))
+        return [self._answer(number) for number in calls]
 
-    def one(self, number: int, method: str, *arguments: object) -> object:
-        """Call a method on one process."""
-        self._pipes[number].send((method, arguments))
-        return self._answer(number)
+    def each(self, numbers: Iterable[int], method: str, *arguments: object) -> list[Any]:
+        """Call a method with the same arguments on several processes at the same time."""
+        return self.call(dict.fromkeys(numbers, (method, *arguments)))
 
     def close(self) -> None:
         """Let the processes end, and wait for them."""
@@ -108,21 +117,14 @@ class Fleet:
     ) -> None:
         self.close()
 
-    def _send_all(self, messages: Sequence[tuple[str, tuple[object, ...]]]) -> None:
-        for number, message in enumerate(messages):
-            self._pipes[number].send(message)
-
-    def _gather(self) -> list[object]:
-        return [self._answer(number) for number in range(len(self.nodes))]
-
-    def _answer(self, number: int) -> object:
-        pipe = self._pipes[number]
+    def _answer(self, number: int) -> Any:
+        pipe, who = self._pipes[number], f"process {number} on node {self.jobs[number].node}"
         if not pipe.poll(self._timeout_s):
-            raise RuntimeError(f"process {number} on node {self.nodes[number]} said nothing for {self._timeout_s:g} s")
+            raise RuntimeError(f"{who} said nothing for {self._timeout_s:g} s")
         try:
             outcome, value = pipe.recv()
         except EOFError:
-            raise RuntimeError(f"process {number} on node {self.nodes[number]} died") from None
+            raise RuntimeError(f"{who} died") from None
         if outcome == "error":
-            raise RuntimeError(f"process {number} on node {self.nodes[number]}:\n{value}")
+            raise RuntimeError(f"{who}:\n{value}")
         return value

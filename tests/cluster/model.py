@@ -50,7 +50,7 @@ class Trainer:
     """Rows of every tensor, cut evenly among the trainers."""
 
     def __init__(self, tensors: Shapes, rank: int, world_size: int) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._rows = {
             name: slice(shape[0] * rank // world_size, shape[0] * (rank + 1) // world_size)
             for name, shape in tensors.items()
@@ -67,7 +67,7 @@ class Trainer:
 
     def fill(self, version: int) -> None:
         """Hold a version's values."""
-        self.load_weights((name, truth(name, shape, version)) for name, shape in self._tensors.items())
+        self.load_weights((name, truth(name, shape, version)) for name, shape in self.tensors.items())
 
 
 class Rollout:
@@ -76,7 +76,7 @@ class Rollout:
     _PARTS = ("q", "k", "v"), ("gate", "up")
 
     def __init__(self, tensors: Shapes) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._places: dict[str, tuple[str, int]] = {}
         self.live: dict[str, torch.Tensor] = {}
         for name, shape in tensors.items():
@@ -98,7 +98,7 @@ class Rollout:
 
     def holds(self, version: int) -> bool:
         """Whether every bit is the version's."""
-        for name, shape in self._tensors.items():
+        for name, shape in self.tensors.items():
             where, row = self._places[name]
             got = self.live[where][row : row + shape[0]]
             if not torch.equal(got.view(torch.int16), truth(name, shape, version).view(torch.int16)):

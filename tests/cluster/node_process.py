@@ -2,12 +2,13 @@
 
 Run as ``python -m tests.cluster.node_process SOCKET NUMBER``: it connects to a Unix socket, which no namespace of the
 network hides, says its number, and answers ``(method, arguments)`` with ``("fine", value)`` or ``("error", text)``.
-The first message is ``("module:Class", arguments)``.
+The first message is ``("module:Class", arguments)``; a method may be one of an attribute, ``"sockets.run"``.
 """
 
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import traceback
 from multiprocessing.connection import Client
@@ -29,7 +30,7 @@ def main(address: str, number: int) -> None:
                     made = getattr(importlib.import_module(module), name)(*arguments)
                     pipe.send(("fine", None))
                 else:
-                    pipe.send(("fine", getattr(made, what)(*arguments)))
+                    pipe.send(("fine", operator.attrgetter(what)(made)(*arguments)))
             except Exception:  # noqa: BLE001 - the parent raises it
                 pipe.send(("error", traceback.format_exc()))
 

@@ -35,7 +35,7 @@ class PlainSockets:
         return host, port
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Open one connection to every other node; all nodes must do it at the same time."""
+        """Open one connection to every other node, by node; all nodes must do it at the same time."""
 
         def accept() -> None:
             for _ in range(len(addresses) - 1):

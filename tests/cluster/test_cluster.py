@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.fleet import Fleet
+from tests.adapters.crew import compile_kernels
+from tests.cluster.fleet import Fleet, Job
 from tests.cluster.model import shapes, total_bytes
 from tests.cluster.network import Cluster, NodeSpec, has_netem, remove_leftovers, why_not
 from transfer_exec.report import TransferReport
@@ -38,17 +39,18 @@ def namespaces(pid: int) -> set[str]:
 
 def send_all(fleet: Fleet, matrix: list[list[int]]) -> float:
     """Run plain sockets; seconds from the first start to the last end."""
-    times = fleet.each("run", [(matrix, time.monotonic() + 0.2)] * len(matrix))
-    return max(stop for _, stop in times) - min(start for start, _ in times)  # type: ignore[misc]
+    times = fleet.each(range(len(matrix)), "run", matrix, time.monotonic() + 0.2)
+    return max(stop for _, stop in times) - min(start for start, _ in times)
 
 
 def test_links_are_as_slow_as_they_are_told_and_bytes_are_counted() -> None:
     """Generous limits: only that a limit is there, in both directions, and of the right size."""
     nodes = [NodeSpec(FAST, FAST), NodeSpec(SLOW, FAST), NodeSpec(FAST, SLOW)]
-    with Cluster(nodes) as cluster, Fleet(cluster, "tests.cluster.plain_sockets:PlainSockets") as fleet:
+    jobs = [Job(node, "tests.cluster.plain_sockets:PlainSockets") for node in range(3)]
+    with Cluster(nodes) as cluster, Fleet(cluster, jobs) as fleet:
         assert len(namespaces(os.getpid())) == 4
-        addresses = fleet.each("listen")
-        fleet.each("connect", [(addresses,)] * 3)
+        addresses = fleet.each(range(3), "listen")
+        fleet.each(range(3), "connect", addresses)
         size = 2_500 * KILO
         for source, target, speed in ((0, 1, FAST), (1, 0, SLOW), (0, 2, SLOW)):
             matrix = [[0] * 3 for _ in range(3)]
@@ -110,37 +112,27 @@ def test_a_job_moves_every_bit_over_mooncake_and_no_byte_more_than_planned(tmp_p
         importlib.import_module("mooncake.engine")
     except ImportError as error:
         pytest.skip(f"mooncake is not installed: {error}")
+    compile_kernels()
     tensors = shapes(layers=2, hidden=384, wide=1024, words=2000)
     size = total_bytes(tensors)
     topology = Topology.uniform(
         trainers=2, engines=2, engine_size=1, workers_per_node=1, nic_bytes_per_s=FAST, local_bytes_per_s=1e10
     )
-    nodes = [NodeSpec(FAST, FAST)] * 4
     shared = (str(tmp_path), "mooncake")
-    with (
-        Cluster(nodes) as cluster,
-        Fleet(
-            cluster,
-            "tests.cluster.workers:TrainerNode",
-            nodes=[0, 1],
-            arguments=[(tensors, 2, *shared, "digest")] * 2,
-        ) as trainers,
-        Fleet(
-            cluster,
-            "tests.cluster.workers:RolloutNode",
-            nodes=[2, 3],
-            arguments=[(tensors, engine, *shared) for engine in "01"],
-        ) as rollouts,
-    ):
-        connected = trainers.each("connect", [(["0", "1"], topology, size // 8)] * 2)
-        assert {transport for transport, _, _ in connected} == {"mooncake"}  # type: ignore[misc]
+    jobs = [Job(rank, "tests.cluster.workers:TrainerNode", (tensors, 2, *shared, "digest")) for rank in range(2)]
+    jobs += [
+        Job(2 + engine, "tests.cluster.workers:RolloutNode", (tensors, str(engine), *shared)) for engine in range(2)
+    ]
+    trainers, rollouts = range(2), range(2, 4)
+    with Cluster([NodeSpec(FAST, FAST)] * 4) as cluster, Fleet(cluster, jobs, timeout_s=250) as fleet:
+        connected = fleet.each(trainers, "connect", ["0", "1"], topology, size // 8)
+        assert {transport for transport, _, _ in connected} == {"mooncake"}
         for version in (1, 2):
-            trainers.each("fill", [(version,)] * 2)
+            fleet.each(trainers, "fill", version)
             counted = [cluster.counters(node) for node in range(4)]
-            reports = trainers.each("send", [(version, time.monotonic() + 0.2)] * 2)
-            assert rollouts.each("holds", [(version,)] * 2) == [True, True]
+            report = fleet.each(trainers, "send", version, time.monotonic() + 0.2)[0]
+            assert fleet.each(rollouts, "holds", version) == [True, True]
             after = [cluster.counters(node) for node in range(4)]
-            report = reports[0]
             assert isinstance(report, TransferReport)
             assert report.transport == "mooncake"
             for node, worker in enumerate(("trainer/0", "trainer/1", "engine/0/0", "engine/1/0")):
@@ -152,5 +144,4 @@ def test_a_job_moves_every_bit_over_mooncake_and_no_byte_more_than_planned(tmp_p
                 assert report.bytes_received(worker) <= received <= report.bytes_received(worker) + slack, worker
             assert sum(report.bytes_sent(f"trainer/{rank}") for rank in range(2)) == size
             assert [report.bytes_received(f"engine/{engine}/0") for engine in range(2)] == [size, size]
-        trainers.each("leave")
-        rollouts.each("leave")
+        fleet.each(range(4), "leave")

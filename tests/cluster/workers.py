@@ -11,7 +11,9 @@ import torch
 from adapters.receiver import ReceiverAdapter, Update
 from adapters.rendezvous import SharedFolder
 from adapters.sender import SenderAdapter
+from tests.cluster.gloo import GlooRollout, GlooTrainer
 from tests.cluster.model import Rollout, Shapes, Trainer, space_of
+from tests.cluster.plain_sockets import PlainSockets
 from transfer_exec.report import TransferReport
 from transfer_exec.topology import Topology
 
@@ -25,7 +27,9 @@ class TrainerNode:
         self, node: int, address: str, tensors: Shapes, world_size: int, folder: str, transport: str, verify: str
     ) -> None:
         torch.set_num_threads(1)
+        self.sockets = PlainSockets(node, address)
         self.model = Trainer(tensors, node, world_size)
+        self.gloo = GlooTrainer(self.model, node)
         self._sender = SenderAdapter(
             self.model.load_weights,
             self.model.live,
@@ -61,7 +65,9 @@ class RolloutNode:
 
     def __init__(self, node: int, address: str, tensors: Shapes, engine: str, folder: str, transport: str) -> None:
         torch.set_num_threads(1)
+        self.sockets = PlainSockets(node, address)
         self.model = Rollout(tensors)
+        self.gloo = GlooRollout(self.model, node)
         self._receiver = ReceiverAdapter(
             self.model.load_weights,
             self.model.live,
