@@ -12,6 +12,7 @@ sends the class, and its first receiver is in the same cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from layout_algebra.correspondence import Correspondence
 from transfer_exec.errors import UnheldError
@@ -41,7 +42,7 @@ class Site:
     doors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demand:
     """One demand class, placed.
 
@@ -63,7 +64,7 @@ class Demand:
     remote: tuple[Site, ...]
     local: tuple[Site, ...]
 
-    @property
+    @cached_property
     def clusters(self) -> dict[int, list[int]]:
         """Positions of the remote sites of every cluster that has some."""
         found: dict[int, list[int]] = {}

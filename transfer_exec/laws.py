@@ -18,6 +18,7 @@ from layout_algebra.correspondence import Correspondence, DemandClass
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import PlanError
+from transfer_exec.tiles import Share, Tile, TileTable, tiles_of_runs
 
 if TYPE_CHECKING:
     from transfer_exec.plan import Plan, Route
@@ -38,14 +39,12 @@ def check_structure(plan: Plan) -> None:
     node_of = dict(zip(plan.workers, plan.nodes, strict=True))
     cluster_of = dict(zip(plan.workers, plan.clusters or (0,) * len(plan.workers), strict=True))
     holders = set(plan.holders)
-    checked: dict[tuple[str, tuple[object, ...]], None] = {}
     for index, route in enumerate(plan.routes):
         if not route.runs or route.item_bytes < 1:
             raise PlanError(f"route {index}: {route.runs.elements} elements of {route.item_bytes} bytes; expected some")
-        key = (route.holder, route.hops)
-        if key not in checked:
+    if not _hops_follow(plan):
+        for index, route in enumerate(plan.routes):
             _check_hops(index, route, node_of, cluster_of, holders)
-            checked[key] = None
     _check_disjoint(plan, node_of)
 
 
@@ -61,6 +60,8 @@ def check_demand(plan: Plan, correspondence: Correspondence) -> None:
     cluster_of = dict(zip(plan.workers, plan.clusters or (0,) * len(plan.workers), strict=True))
     classes = correspondence.classes
     class_of, sizes = _classes_of_routes(plan, correspondence)
+    if _serves(plan, correspondence, np.array(class_of, dtype=np.int64), np.array(sizes, dtype=np.int64)):
+        return
     members: list[list[int]] = [[] for _ in classes]
     for index, number in enumerate(class_of):
         members[number].append(index)
@@ -97,6 +98,41 @@ def check_demand(plan: Plan, correspondence: Correspondence) -> None:
         for worker in group.needers:
             if received.get(worker, 0) != group.runs.elements:
                 raise place.broken(f"{worker} gets {received.get(worker, 0)} of {group.runs.elements} elements")
+
+
+def _serves(plan: Plan, correspondence: Correspondence, class_of: IdArray, sizes: IdArray) -> bool:
+    """Whether ``check_demand`` will find nothing, for all hops at once."""
+    number = {worker: position for position, worker in enumerate(plan.workers)}
+    classes, workers = correspondence.classes, len(plan.workers)
+    node = np.array(plan.nodes, dtype=np.int64)
+    cluster = np.array(plan.clusters or (0,) * workers, dtype=np.int64)
+    holds, needs = np.zeros((len(classes), workers), dtype=bool), np.zeros((len(classes), workers), dtype=bool)
+    held_at, needed_at = (np.zeros((len(classes), int(node.max(initial=0)) + 1), dtype=bool) for _ in range(2))
+    near = np.zeros((len(classes), int(cluster.max(initial=0)) + 1), dtype=bool)
+    for row, group in enumerate(classes):
+        holders = np.array([number[worker] for worker in group.holders], dtype=np.int64)
+        needers = np.array([number[worker] for worker in group.needers], dtype=np.int64)
+        holds[row, holders], needs[row, needers] = True, True
+        held_at[row, node[holders]], needed_at[row, node[needers]] = True, True
+        near[row, cluster[needers[~held_at[row, node[needers]]]]] = True
+        near[row, np.setdiff1d(np.arange(near.shape[1]), cluster[holders])] = False
+    widths = np.array([group.item_bytes for group in classes], dtype=np.int64)
+    mine = np.array([route.item_bytes for route in plan.routes], dtype=np.int64)
+    holder = np.array([number[route.holder] for route in plan.routes], dtype=np.int64)
+    if not bool(np.all(mine == widths[class_of]) and np.all(holds[class_of, holder])):
+        return False
+    hops = plan.hops
+    kind, inside = class_of[hops.route], hops.stage == _INTERNAL
+    good = np.where(
+        inside, needs[kind, hops.target], needed_at[kind, node[hops.target]] & ~held_at[kind, node[hops.target]]
+    )
+    same = cluster[hops.source] == cluster[hops.target]
+    lawful = ~np.asarray(near.any(axis=1))[kind] | (same & near[kind, cluster[hops.target]]) | (hops.stage != _RECEIVE)
+    received = np.zeros(len(classes) * workers, dtype=np.int64)
+    np.add.at(received, kind * workers + hops.target, sizes[hops.route])
+    elements = np.array([each.runs.elements for each in classes], dtype=np.int64)
+    whole = received.reshape(len(classes), workers) == elements[:, None]
+    return bool(np.all(good & lawful) and np.all(whole | ~needs))
 
 
 class _Place:
@@ -138,6 +174,58 @@ def _check_groups(plan: Plan, groups: Groups) -> None:
     first = min((int(route.runs.intervals[0, 0]) for route in plan.routes if route.runs), default=None)
     if first is not None and (not len(starts) or first < int(starts[0])):
         raise PlanError(f"id {first} is in no group of ids")
+
+
+def _hops_follow(plan: Plan) -> bool:
+    """Whether ``_check_hops`` will find nothing, for all hops at once."""
+    hops, workers = plan.hops, len(plan.workers)
+    number = {worker: position for position, worker in enumerate(plan.holders)}
+    holders = np.array([number.get(route.holder, -1) for route in plan.routes], dtype=np.int64)
+    if bool(np.any(holders < 0) or np.any(hops.counts == 0) or np.any(hops.source < 0) or np.any(hops.target < 0)):
+        return False
+    holder, node = holders[hops.route], np.array(plan.nodes, dtype=np.int64)
+    cluster = np.array(plan.clusters or (0,) * workers, dtype=np.int64)
+    place = np.arange(len(hops.route))
+    # Every worker gets a route once, and sends it on only after that; a holder has it from the start.
+    got = hops.route * workers + hops.target
+    order = np.argsort(got)
+    if bool(np.any(got[order[1:]] == got[order[:-1]]) or np.any(hops.target < len(plan.holders))):
+        return False
+    at = np.searchsorted(got[order], hops.route * workers + hops.source)
+    before = order[np.minimum(at, len(order) - 1)]
+    packs = hops.source == holder
+    if bool(np.any(~packs & ((got[before] != hops.route * workers + hops.source) | (before >= place)))):
+        return False
+    begins = np.cumsum(hops.counts) - hops.counts
+    falls = np.diff(hops.stage) < 0
+    falls[begins[1:] - 1] = False
+    inside, receives = hops.stage == _INTERNAL, hops.stage == _RECEIVE
+    stays = node[hops.source] == node[hops.target]
+    passes_on = inside & ~packs & (hops.stage[before] == _INTERNAL)
+    comes_home = ~inside & (node[hops.target] == node[holder])
+    wrong_source = receives & ~packs
+    if bool(falls.any() or np.any(stays != inside) or np.any(passes_on | comes_home | wrong_source)):
+        return False
+    # Over the network a route enters a node once, and a cluster through its root: the first hop into it.
+    outer = np.flatnonzero(~inside)
+    entered = hops.route[outer] * (int(node.max(initial=0)) + 1) + node[hops.target[outer]]
+    clusters = int(cluster.max(initial=0)) + 1
+    into = hops.route[outer] * clusters + cluster[hops.target[outer]]
+    first, which = np.unique(into, return_index=True, return_inverse=True)[1:]
+    root = hops.target[outer][first][which]
+    opens = np.zeros(len(outer), dtype=bool)
+    opens[first] = True
+    receiver = np.full(len(plan.routes), -1, dtype=np.int64)
+    receiver[hops.route[receives]] = hops.target[receives]
+    external = ~receives[outer]
+    expected = np.where(opens, receiver[hops.route[outer]], root)
+    returns = external & opens & (cluster[hops.target[outer]] == cluster[holder[outer]])
+    return bool(
+        len(np.unique(entered)) == len(entered)
+        and np.bincount(hops.route[receives], minlength=1).max() <= 1
+        and not np.any(external & (hops.source[outer] != expected))
+        and not returns.any()
+    )
 
 
 def _check_hops(
@@ -238,6 +326,10 @@ def _check_twins(plan: Plan, same: Sequence[int], node_of: dict[str, int]) -> No
 
 def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | None:
     """Two tables that share ids, and an interval they share; None if there are none."""
+    tiles = _tiles_of(tables)
+    shares = tiles.within(tiles.rows[:, :4])
+    if bool(np.all(shares[:, Share.TILE] == shares[:, Share.RUN])):
+        return None
     spans, owner = _sorted_spans(tables)
     bad = np.flatnonzero(spans[1:, 0] < spans[:-1, 1])
     if not len(bad):
@@ -252,6 +344,19 @@ def _classes_of_routes(plan: Plan, correspondence: Correspondence) -> tuple[list
     sizes = [route.runs.elements for route in plan.routes]
     if not plan.routes:
         return [], []
+    classes_of, routes_of = (
+        _tiles_of([g.runs for g in correspondence.classes]),
+        _tiles_of([r.runs for r in plan.routes]),
+    )
+    shares = classes_of.within(routes_of.rows[:, :4])
+    kind, route = classes_of.rows[shares[:, Share.TILE], Tile.TENSOR], routes_of.rows[shares[:, Share.RUN], Tile.TENSOR]
+    found = np.zeros(len(sizes), dtype=np.int64)
+    found[route] = kind
+    inside = np.zeros(len(sizes), dtype=np.int64)
+    same = found[route] == kind
+    np.add.at(inside, route[same], (shares[:, Share.LENGTH] * shares[:, Share.COUNT])[same])
+    if inside.tolist() == sizes:
+        return found.tolist(), sizes
     spans, owner = _sorted_spans([group.runs for group in correspondence.classes])
     counts = [len(route.runs.intervals) for route in plan.routes]
     flat = np.concatenate([route.runs.intervals for route in plan.routes])
@@ -269,6 +374,12 @@ def _classes_of_routes(plan: Plan, correspondence: Correspondence) -> tuple[list
         raise PlanError(f"route {index}: ids {start}:{stop} do not lie in one demand class with the route's others")
     classes: list[int] = owner[position[begins]].tolist()
     return classes, sizes
+
+
+def _tiles_of(tables: Sequence[RunTable]) -> TileTable:
+    """The runs of some tables, each with the table's position."""
+    runs = np.concatenate([np.empty((0, 4), dtype=np.int64), *(table.runs for table in tables)])
+    return tiles_of_runs(runs, np.repeat(np.arange(len(tables)), [len(table) for table in tables]))
 
 
 def _sorted_spans(tables: Sequence[RunTable]) -> tuple[IdArray, IdArray]:

@@ -26,6 +26,7 @@ import numpy as np
 
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import PlanError
+from transfer_exec.hops import HopTable
 from transfer_exec.laws import check_structure
 from transfer_exec.schedule import GroupedSchedule, Groups, Schedule
 
@@ -169,6 +170,11 @@ class Plan:
         if self.groups is not None:
             return GroupedSchedule.of([route.runs.intervals for route in self.routes], self.groups, self.rounds)
         return Schedule.of(np.array([route.runs.elements for route in self.routes], dtype=np.int64), self.rounds)
+
+    @cached_property
+    def hops(self) -> HopTable:
+        """The hops of all routes; workers are numbered as in ``workers``."""
+        return HopTable.of(self.routes, self.workers)
 
     def part(self, route: int, number: int) -> RunTable:
         """The ids of one route that travel in round ``number``; consecutive where nothing is kept together."""

@@ -82,7 +82,6 @@ def decode_plan(data: bytes) -> Plan:
 def _plain(plan: Plan) -> bytes:
     number = {worker: position for position, worker in enumerate(plan.workers)}
     routes = [(len(r.runs), r.item_bytes, number[r.holder], len(r.hops)) for r in plan.routes]
-    hops = [(h.stage.value, number[h.source], number[h.target]) for r in plan.routes for h in r.hops]
     runs = [r.runs.runs for r in plan.routes]
     return msgspec.msgpack.encode(
         _Plan(
@@ -100,7 +99,7 @@ def _plain(plan: Plan) -> bytes:
             plan.load_s,
             pack_table(np.array(routes, dtype=np.int64).reshape(-1, 4)),
             pack_table(np.concatenate(runs) if runs else np.empty((0, 4), dtype=np.int64)),
-            pack_table(np.array(hops, dtype=np.int64).reshape(-1, 3)),
+            pack_table(np.stack([plan.hops.stage, plan.hops.source, plan.hops.target], axis=1)),
         )
     )
 

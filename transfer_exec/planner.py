@@ -30,6 +30,7 @@ from layout_algebra.correspondence import Correspondence
 from transfer_exec.balance import balance
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import place_demand
+from transfer_exec.hops import HopTable
 from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Route
@@ -116,12 +117,15 @@ def make_plan(
 
 def largest_load_s(routes: Sequence[Route], links: Links) -> float:
     """The longest time, bytes over bandwidth, that any link needs for these routes."""
-    number = {worker: position for position, worker in enumerate(links.workers)}
     loads = np.zeros(len(links.bytes_per_s))
-    for route in routes:
-        for hop in route.hops:
-            for link in links.crossed(number[hop.source], number[hop.target]):
-                loads[link] += route.bytes
+    hops = HopTable.of(routes, links.workers)
+    carried = np.array([route.bytes for route in routes], dtype=np.float64)
+    # Hops between the same two workers load the same links.
+    pairs, which = np.unique(hops.source * len(links.workers) + hops.target, return_inverse=True)
+    sums = np.bincount(which, carried[hops.route], minlength=len(pairs)).tolist()
+    for pair, count in zip(pairs.tolist(), sums, strict=True):
+        for link in links.crossed(*divmod(pair, len(links.workers))):
+            loads[link] += count
     return float((loads / links.bytes_per_s).max(initial=0.0))
 
 

@@ -184,13 +184,10 @@ class Regions:
         self._blocks: dict[int, tuple[IdArray, IdArray]] = {}
         self._cells = 0
         rank, workers = self._rank, len(plan.workers)
-        counts = np.array([len(route.hops) for route in plan.routes], dtype=np.int64)
-        stage = np.array([hop.stage._value_ for route in plan.routes for hop in route.hops], dtype=np.int64)
-        source = np.array([rank[hop.source] for route in plan.routes for hop in route.hops], dtype=np.int64)
-        target = np.array([rank[hop.target] for route in plan.routes for hop in route.hops], dtype=np.int64)
+        counts, stage, source, target = plan.hops.counts, plan.hops.stage, plan.hops.source, plan.hops.target
         holder = np.array([rank[route.holder] for route in plan.routes], dtype=np.int64)
         every = np.arange(len(counts))
-        route = np.repeat(every, counts)
+        route = plan.hops.route
         leg = _legs(route * workers + source, route * workers + target, stage)
         way = _ways(np.stack([stage, source, target], axis=1), counts)
         width = -self._item_bytes

@@ -11,6 +11,7 @@ import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import BudgetError
+from transfer_exec.hops import HopTable
 from transfer_exec.plan import Route
 from transfer_exec.schedule import Schedule
 
@@ -121,15 +122,16 @@ class Buffers:
     @staticmethod
     def of(routes: Sequence[Route]) -> Buffers:
         """The buffers of some routes; at least one route."""
-        passing: dict[tuple[str, int], list[int]] = {}
-        for index, route in enumerate(routes):
-            passing.setdefault((route.holder, -1), []).append(index)
-            for hop in route.hops:
-                passing.setdefault((hop.target, hop.stage.value), []).append(index)
-        counts = np.array([len(entries) for entries in passing.values()], dtype=np.int64)
-        entries = np.concatenate([np.array(group, dtype=np.int64) for group in passing.values()])
+        targets = {hop.target for route in routes for hop in route.hops}
+        names = sorted(targets | {route.holder for route in routes})
+        hops = HopTable.of(routes, names)
+        holder = np.searchsorted(names, [route.holder for route in routes])
+        buffer = np.concatenate([4 * holder, 4 * hops.target + hops.stage + 1])
+        order = np.argsort(buffer, kind="stable")
+        entries = np.concatenate([np.arange(len(routes)), hops.route])[order]
+        starts = np.unique(buffer[order], return_index=True)[1]
         widths = np.array([route.item_bytes for route in routes], dtype=np.int64)
-        return Buffers(np.cumsum(counts) - counts, entries, widths[entries])
+        return Buffers(starts, entries, widths[entries])
 
     def use(self, elements: IdArray) -> IdArray:
         """Bytes per buffer: elements of shape ``(routes, cases)`` give bytes of shape ``(buffers, cases)``."""

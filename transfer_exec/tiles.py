@@ -23,7 +23,7 @@ from enum import IntEnum
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import expand_ranges
+from layout_algebra.runs import expand_ranges, expand_runs
 from layout_algebra.slice_copy import CopyTable, unroll
 from transfer_exec.grids import cut_grids
 
@@ -133,6 +133,24 @@ class TileTable:
         """
         parts = [_shares(self.rows, runs, tile, run) for tile, run in _pairs(self.rows, runs)]
         return np.concatenate([np.empty((0, len(Share)), dtype=np.int64), *parts])
+
+
+def tiles_of_runs(runs: IdArray, owner: IdArray) -> TileTable:
+    """Runs as tiles, for comparing sets of ids; TENSOR is the owner of each.
+
+    A run among more others than it has stretches (in even steps over many tensors) becomes its stretches, so that only
+    near ones are compared.
+    """
+    stops = last_stops(runs)
+    near = np.searchsorted(np.sort(runs[:, 0]), stops) - np.searchsorted(np.sort(stops), runs[:, 0], side="right")
+    wide = (runs[:, 3] > 1) & (near > runs[:, 3])
+    spans = expand_runs(runs[wide])
+    lengths = spans[:, 1] - spans[:, 0]
+    rows = np.zeros((len(runs) - int(wide.sum()) + len(spans), len(Tile)), dtype=np.int64)
+    rows[: len(spans), :4] = np.stack([spans[:, 0], lengths, lengths, np.ones_like(lengths)], axis=1)
+    rows[len(spans) :, :4] = runs[~wide]
+    rows[:, Tile.TENSOR] = np.concatenate([np.repeat(owner[wide], runs[wide, 3]), owner[~wide]])
+    return TileTable.sorted(rows)
 
 
 def last_stops(runs: IdArray) -> IdArray:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable, SliceCopy, Strided
 from layout_algebra.space import CheckpointSpace, TensorSpec
-from transfer_exec import grids, parts
+from transfer_exec import grids, hops, parts
 from transfer_exec.errors import ProgramError
 from transfer_exec.grids import cut_grids
 from transfer_exec.parts import of_pieces, of_routes, part_elements, pieces_of, sums_by_round
@@ -227,7 +227,7 @@ def test_parts_of_some_routes(sizes: list[int], rounds: int, data: st.DataObject
 
 
 def test_examples_in_docstrings() -> None:
-    for module in (grids, parts):
+    for module in (grids, hops, parts):
         assert doctest.testmod(module).attempted > 1
         assert doctest.testmod(module).failed == 0
 
