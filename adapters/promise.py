@@ -157,7 +157,7 @@ class PollLead:
         Everyone whose promise is needed.
     """
 
-    __slots__ = ("_ballot", "_counters", "_margin", "_promised", "_ranks", "_stop_at")
+    __slots__ = ("_ballot", "_counters", "_declined", "_margin", "_promised", "_ranks", "_stop_at")
 
     def __init__(self, ranks: Sequence[str]) -> None:
         self._ranks = tuple(ranks)
@@ -165,6 +165,7 @@ class PollLead:
         self._ballot: Ballot = 0
         self._stop_at = 0
         self._margin = 1
+        self._declined = False
         self._promised: set[str] | None = None
 
     @property
@@ -182,6 +183,7 @@ class PollLead:
         """Make the first proposal of a request, from what is known of the counters."""
         self._learn(counters)
         self._margin = 1
+        self._declined = False
         return self._propose()
 
     def hear(self, rank: str, promise: Promise) -> Propose | Commit | None:
@@ -190,8 +192,12 @@ class PollLead:
         if promise.ballot != self._ballot or self._promised is None:
             return None
         if not promise.given:
-            # A fast rank may pass any fixed margin while messages travel; doubling it catches up in a few rounds.
-            self._margin = min(2 * self._margin, _WIDEST_MARGIN)
+            # The first answer tells where the ranks are, so the next poll of the fastest will do: ranks whose steps
+            # need each other then stop within two. A faster one may pass any fixed margin while messages travel;
+            # doubling it catches up in a few rounds.
+            if self._declined:
+                self._margin = min(2 * self._margin, _WIDEST_MARGIN)
+            self._declined = True
             return self._propose()
         self._promised.add(rank)
         if self.waiting_for:
