@@ -14,6 +14,8 @@ values of separate ranges, raised and lowered in turn, show what a maximum or mi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,12 +28,13 @@ from layout_algebra.source_map import ParameterMap
 
 Flags = npt.NDArray[np.bool_]
 Digests = dict[str, npt.NDArray[np.uint64]]
+Check = Callable[[Pattern, Pattern, Flags], None]
 
 _MOST_BLOCKS = 1 << 16
 
 
 def find_dependencies(
-    worker: ProbedWorker, found: dict[str, ParameterMap], values: Range
+    worker: ProbedWorker, found: dict[str, ParameterMap], values: Range, check: Check
 ) -> dict[str, tuple[str, ...]]:
     """For every parameter with opaque elements the checkpoint tensors that they depend on, and perhaps some more.
 
@@ -43,6 +46,8 @@ def find_dependencies(
         What is known of every live tensor, by first name.
     values
         Which numbers the loader stood in verification.
+    check
+        Told after every load, while its numbers are live, which patterns it was fed and which tensors got the second.
 
     Raises
     ------
@@ -56,7 +61,7 @@ def find_dependencies(
     positions = np.array([worker.space.position(name) for name in names], dtype=np.int64)
     digits = max(1, (len(names) - 1).bit_length())
     dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
-    search = _Search(worker, opaque, positions, digits)
+    search = _Search(worker, opaque, positions, digits, check)
     rounds = [(Range.SIGNED, False)] if values is Range.SIGNED else []
     rounds.append((Range.NARROW if values is Range.NARROW else Range.POSITIVE, True))
     worker.expect(sum(3 + digits * (2 if both_ways else 1) for _, both_ways in rounds))
@@ -97,9 +102,15 @@ class _Search:
     """Loads on mixtures of two patterns, and what each block of opaque elements made of them."""
 
     def __init__(
-        self, worker: ProbedWorker, opaque: dict[str, ParameterMap], positions: npt.NDArray[np.int64], digits: int
+        self,
+        worker: ProbedWorker,
+        opaque: dict[str, ParameterMap],
+        positions: npt.NDArray[np.int64],
+        digits: int,
+        check: Check,
     ) -> None:
         self._worker = worker
+        self._check = check
         self._opaque = opaque
         self._positions = positions
         self._digits = digits
@@ -135,7 +146,11 @@ class _Search:
         def prepare(feeder: Feeder) -> None:
             feeder.prepare(low, high, choice)
 
-        return self._worker.load(prepare, f"dependencies, {what}", self._read)
+        def read() -> Digests:
+            self._check(low, high, choice)
+            return self._read()
+
+        return self._worker.load(prepare, f"dependencies, {what}", read)
 
     def _read(self) -> Digests:
         out = {}

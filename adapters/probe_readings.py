@@ -13,12 +13,17 @@ one *reading*; a parameter is read in all of them, and verification decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from adapters.probe_live import LiveTensor
 from adapters.torch_bits import Bits, as_bits, bits_view, tensor_of_bits, torch_dtype
+from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import dtype_of
 from layout_algebra.residues import Codebook, Decoding, decoding_of, holds_codes
+from layout_algebra.space import CheckpointSpace
+
+_MANY_ELEMENTS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +63,31 @@ def readings_of(codebook: Codebook, dtype: str, sources: Sequence[str]) -> tuple
         if _reinterprets(source, dtype):
             reading(source).by_bits.add(source)
     return tuple(found.values())
+
+
+class OpenReadings:
+    """The ways in which every live tensor is read, and which of them are still in question."""
+
+    def __init__(self, codebook: Codebook, space: CheckpointSpace, live: Sequence[LiveTensor]) -> None:
+        sources = sorted({spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)})
+        by_dtype = {dtype: readings_of(codebook, dtype, sources) for dtype in {one.dtype for one in live}}
+        self._left = {one.name: list(by_dtype[one.dtype]) for one in live}
+
+    def of(self, name: str) -> list[Reading]:
+        """The readings of one live tensor, by its first name."""
+        return self._left[name]
+
+    def drop_hopeless(self, diffs: Mapping[tuple[str, Reading], Sequence[Diff2]]) -> None:
+        """After one pass: a large tensor that is full of codes in one reading needs no other."""
+        for name, readings in self._left.items():
+            if len(readings) < 2:
+                continue
+            for reading in readings:
+                chunks = diffs[name, reading][0].chunks
+                full = not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks)
+                if full and sum(chunk.stop - chunk.start for chunk in chunks) >= _MANY_ELEMENTS:
+                    readings[:] = [reading]
+                    break
 
 
 def shown(bits: Bits, source: str, dtype: str, reading: Reading) -> Bits | None:

@@ -40,10 +40,13 @@ def settle(claims: Sequence[Claims], space: CheckpointSpace) -> ParameterMap:
     space
         The checkpoint.
     """
+    masks = [one.opaque_elements() for one in claims]
+    explained = next((one for one, mask in zip(claims, masks, strict=True) if mask is None), None)
+    if explained is not None:  # What other readings make of it does not matter.
+        claims, masks = [explained], [None]
     first = claims[0]
     tables = [CopyTable(one.copies.rows[one.standing]) for one in claims]
     dtype, tables, lost = _one_dtype(claims, tables, space)
-    masks = [one.opaque_elements() for one in claims]
     if len(claims) == 1 and masks[0] is None and not lost:
         rest = tables[0] if len(tables[0]) == len(first.copies) else canonical_table(tables[0], first.shape)
         return ParameterMap(first.shape, dtype, rest, RunTable.empty())

@@ -11,7 +11,7 @@ opposite sign at every id. A copy must then hold its source value, converted to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -115,16 +115,28 @@ class Prediction:
     tables: Bits
 
 
-def predict(space: CheckpointSpace, pattern: Pattern, dtype: str, reading: Reading) -> Prediction:
-    """What the pattern's numbers become in a parameter of some dtype, under one reading."""
+def predict(
+    space: CheckpointSpace,
+    patterns: Sequence[Pattern],
+    dtype: str,
+    reading: Reading,
+    choice: npt.NDArray[np.bool_] | None = None,
+) -> Prediction:
+    """What a pattern's numbers become in a parameter of some dtype, under one reading.
+
+    Where tensors follow two patterns, ``choice`` says by position in the space which of them follow the second.
+    """
     tables: list[Bits] = []
-    place: dict[str, int] = {}
-    for source in sorted(pattern.tables):
-        table = shown(pattern.tables[source], source, dtype, reading)
-        if table is not None:
-            place[source] = len(tables)
-            tables.append(table)
-    index = np.array([place.get(spec.dtype, -1) for spec in space.specs if spec.elements], dtype=np.int64)
+    place: dict[tuple[str, bool], int] = {}
+    for number, pattern in enumerate(patterns):
+        for source in sorted(pattern.tables):
+            table = shown(pattern.tables[source], source, dtype, reading)
+            if table is not None:
+                place[source, bool(number)] = len(tables)
+                tables.append(table)
+    second = [False] * len(space) if choice is None else choice.tolist()
+    specs = zip(space.specs, second, strict=True)
+    index = np.array([place.get((spec.dtype, which), -1) for spec, which in specs if spec.elements], dtype=np.int64)
     starts = space.starts[:-1][np.diff(space.starts) > 0]
     changes = np.concatenate([[True], index[1:] != index[:-1]])
     return Prediction(starts[changes], index[changes], np.stack(tables))

@@ -23,11 +23,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
 from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import LiveTensor, Parameters, live_tensors
-from adapters.probe_readings import Reading, readings_of
+from adapters.probe_readings import OpenReadings, Reading
 from adapters.probe_settle import settle
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
@@ -50,10 +53,10 @@ Extractor: TypeAlias = Literal["probe", "trace", "both"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
 _MOST_THREADS = 8
-_MANY_ELEMENTS = 1 << 12
 
 AllClaims: TypeAlias = dict[str, list[Claims]]
 """By first name; one a reading."""
+Choice: TypeAlias = npt.NDArray[np.bool_]
 
 _log = logging.getLogger(__name__)
 
@@ -146,8 +149,7 @@ def probe(
         with worker.kept():
             claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
             values, lost = _verify(worker, claims)
-            found = worker.together(lambda: _settle(worker, claims, lost), "settling what verification left")
-            depends = find_dependencies(worker, found, values)
+            found, depends = _settle_all(worker, claims, values, lost)
     settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
     return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
 
@@ -168,6 +170,34 @@ def _with_trace(
     return probe_against_trace(probed, traced, note)
 
 
+def _settle_all(
+    worker: ProbedWorker, claims: AllClaims, values: Range, lost: Mapping[str, IdArray]
+) -> tuple[dict[str, ParameterMap], dict[str, tuple[str, ...]]]:
+    """Every live tensor's map, and what the opaque ones depend on.
+
+    The loads of that search verify the copies in parameters with opaque elements too, on mixtures that no selection
+    stands. Where that refutes one, the search is made again for what has become opaque.
+    """
+    while True:
+        found = worker.together(lambda: _settle(worker, claims, lost), "settling what verification left")
+        doubtful = [one.name for one in worker.live if found[one.name].opaque and len(found[one.name].copies)]
+
+        def check(low: Pattern, high: Pattern, choice: Choice, doubtful: Sequence[str] = doubtful) -> None:
+            by_name = {one.name: one for one in worker.live}
+            chosen = [by_name[name] for name in doubtful]
+            _check_copies(worker, claims, chosen, (low, high), {}, choice)
+
+        standing = _standing(claims, doubtful)
+        depends = find_dependencies(worker, found, values, check)
+        if not worker.vote(int(_standing(claims, doubtful) < standing)):
+            return found, depends
+
+
+def _standing(claims: AllClaims, names: Sequence[str]) -> int:
+    """How many pieces of some tensors stand as copies."""
+    return sum(int(one.standing.sum()) for name in names for one in claims[name])
+
+
 def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]) -> dict[str, ParameterMap]:
     found = {one.name: settle(claims[one.name], worker.space) for one in worker.live}
     _check_wrote(found)
@@ -181,35 +211,10 @@ def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]
     return found
 
 
-class _Readings:
-    """The ways in which every live tensor is read, by dtype, and which of them are still in question."""
-
-    def __init__(self, worker: ProbedWorker, codebook: Codebook) -> None:
-        sources = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
-        by_dtype = {dtype: readings_of(codebook, dtype, sources) for dtype in {one.dtype for one in worker.live}}
-        self._left = {one.name: list(by_dtype[one.dtype]) for one in worker.live}
-
-    def of(self, name: str) -> list[Reading]:
-        """The readings of one live tensor, by its first name."""
-        return self._left[name]
-
-    def drop_hopeless(self, diffs: Mapping[tuple[str, Reading], Sequence[Diff2]]) -> None:
-        """After one pass: a large tensor that is full of codes in one reading needs no other."""
-        for name, readings in self._left.items():
-            if len(readings) < 2:
-                continue
-            for reading in readings:
-                chunks = diffs[name, reading][0].chunks
-                full = not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks)
-                if full and sum(chunk.stop - chunk.start for chunk in chunks) >= _MANY_ELEMENTS:
-                    readings[:] = [reading]
-                    break
-
-
 def _read_codes(worker: ProbedWorker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int) -> AllClaims:
     """Run the code passes and join what they leave into claims, for each live tensor one a reading."""
     dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
-    readings = _Readings(worker, codebook)
+    readings = OpenReadings(codebook, worker.space, worker.live)
     diffs: dict[tuple[str, Reading], list[Diff2]] = {}
     claims: AllClaims = {}
     for number, one_pass in enumerate(passes):
@@ -266,7 +271,7 @@ def _encode_all(
     return {(one.name, reading): diff for (one, reading), diff in zip([*large, *shared], diffs, strict=True)}
 
 
-def _check_values(worker: ProbedWorker, readings: _Readings, claims: AllClaims) -> AllClaims:
+def _check_values(worker: ProbedWorker, readings: OpenReadings, claims: AllClaims) -> AllClaims:
     """Claims of the tensors that cannot hold codes: made after the first load, checked after the others."""
     made = {}
     for one in worker.live:
@@ -328,17 +333,32 @@ def _holds_all(space: CheckpointSpace, claims: AllClaims) -> bool:
 
 
 def _compare(worker: ProbedWorker, claims: AllClaims, pattern: Pattern, predictions: dict[Reading, Prediction]) -> None:
-    pending: list[Callable[[], None]] = []
+    _check_copies(worker, claims, worker.live, (pattern,), predictions)
     for one in worker.live:
         bits, kept = one.bits(), worker.keeper.kept(one.name)
         for mine in claims[one.name]:
+            mine.check_steady(bits, kept)
+
+
+def _check_copies(
+    worker: ProbedWorker,
+    claims: AllClaims,
+    live: Sequence[LiveTensor],
+    patterns: Sequence[Pattern],
+    predictions: dict[Reading, Prediction],
+    choice: Choice | None = None,
+) -> None:
+    """Refute copies that do not hold what they were fed; ``choice`` as ``predict`` takes it."""
+    pending: list[Callable[[], None]] = []
+    for one in live:
+        bits = one.bits()
+        for mine in claims[one.name]:
             if len(mine.copies) and mine.reading is not None:
                 if mine.reading not in predictions:
-                    predictions[mine.reading] = predict(worker.space, pattern, one.dtype, mine.reading)
+                    predictions[mine.reading] = predict(worker.space, patterns, one.dtype, mine.reading, choice)
                 pending.append(mine.check_copies(bits, predictions[mine.reading], worker.executor))
                 if not one.in_place:
                     _finish(pending)
-            mine.check_steady(bits, kept)
     _finish(pending)
 
 

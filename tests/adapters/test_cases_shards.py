@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from adapters.probing import probe
+from layout_algebra.correspondence import correspond
 from layout_algebra.space import CheckpointSpace
-from tests.fakes import Live, Worker, ids, ids_by_running, noisy, space_of
+from tests.fakes import Live, Worker, bits_of, ids, ids_by_running, keeps_bits, noisy, space_of
+from transfer_exec.in_process import run_in_process
+from transfer_exec.planner import make_plan
+from transfer_exec.topology import Topology
 
 Weights = dict[str, torch.Tensor]
 
@@ -128,3 +133,43 @@ def test_a_source_that_is_broadcast() -> None:
     found = worker.probe(space)
     for name, truth in ids_by_running(worker, space).items():
         assert (found.ids(name) == truth).all()
+
+
+@pytest.mark.parametrize("nothing", [{}, {"w": (0, 4)}, {"w": (0, 4), "scale": (3, 0)}])
+def test_ranks_with_nothing_among_others(nothing: dict[str, tuple[int, ...]]) -> None:
+    """Three trainers, one without an element; two rollout ranks, one with an empty shard: found, planned, moved."""
+    space = space_of(w=("F32", 4, 4), unused=("BF16", 3))
+    rows = {"trainer/0": (0, 2), "trainer/2": (2, 4), "engine/0/0": (0, 4)}
+    memory: dict[str, Live] = {worker: {"w": noisy((stop - start, 4))} for worker, (start, stop) in rows.items()}
+    for worker in ("trainer/1", "engine/0/1"):
+        memory[worker] = {name: torch.empty(shape) for name, shape in nothing.items()}
+    votes: list[int] = []
+
+    def agree(mine: int) -> int:
+        votes.append(mine)
+        return mine
+
+    maps, loads = {}, []
+    for worker, live in memory.items():
+        start, stop = rows.get(worker, (0, 0))
+
+        def body(live: Live, weights: Weights, start: int = start, stop: int = stop) -> None:
+            if "w" in live:
+                live["w"].copy_(weights["w"][start:stop])
+
+        rank = Worker(live, body)
+        with keeps_bits(live):
+            maps[worker] = probe(rank.load_weights, live, space, agree=agree)
+        loads.append((rank.loads, len(votes)))
+        votes.clear()
+    assert len(set(loads)) == 1, "a rank with nothing takes part in every load and vote"
+    assert maps["trainer/1"].coverage().copied_elements == 0
+    assert maps["trainer/1"].parameters == tuple(sorted(nothing))
+    needers = {worker: maps[worker] for worker in ("engine/0/0", "engine/0/1")}
+    holders = {worker: maps[worker] for worker in maps if worker not in needers}
+    cluster = Topology.uniform(
+        trainers=3, engines=1, engine_size=2, workers_per_node=2, nic_bytes_per_s=1e9, local_bytes_per_s=1e9
+    )
+    run_in_process(make_plan(correspond(holders, needers), cluster, buffer_bytes=16), maps, memory)
+    sent = torch.cat([memory["trainer/0"]["w"], memory["trainer/2"]["w"]])
+    assert bits_of({"w": sent}) == bits_of(memory["engine/0/0"])
