@@ -166,3 +166,27 @@ def test_one_element_off_is_seen() -> None:
 
         worker = Worker({"p": noisy((8, 9))}, body)
         assert (worker.probe(space).ids("p") == ids_by_running(worker, space)["p"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F8_E4M3"])
+def test_a_few_selected_elements_in_a_long_copy_are_seen(dtype: str) -> None:
+    """Of two tensors far apart a maximum often picks the same one in every pass; the rest of its run is a copy."""
+    random = np.random.default_rng(5)
+    size = 20_000
+    space = space_of(a=(dtype, size), between=(dtype, 1234), b=(dtype, size))
+    kept = {"F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}[dtype]
+    where = torch.from_numpy(np.sort(random.permutation(size)[: size // 100]))
+
+    def body(live: Live, weights: Weights) -> None:
+        a, b = weights["a"].float(), weights["b"].float()
+        out = a.clone()
+        out[where] = torch.maximum(a, b)[where]
+        live["p"].copy_(out)
+
+    found = Worker({"p": noisy(size, kept)}, body).probe(space)
+    ids = found.ids("p")
+    assert (ids[where.numpy()] <= 0).all(), "a computed element is called a copy"
+    own = np.arange(size) + space.element_id("a", 0)
+    assert ((ids == own) | (ids == -1)).all()
+    assert (ids == own).mean() > 0.5
+    assert set(found.depends_on("p")) >= {"a", "b"}
