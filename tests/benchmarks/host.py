@@ -28,10 +28,9 @@ from layout_algebra.correspondence import correspond
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from tests.benchmarks._host_worker import Shapes, serve, serve_torch
-from transfer_exec.compiler import compile_from_regions
+from transfer_exec.compiler import Compiler
 from transfer_exec.plan import Plan
 from transfer_exec.planner import make_plan
-from transfer_exec.regions import Regions
 from transfer_exec.report import WorkerReport
 
 LAYERS = 18
@@ -79,11 +78,10 @@ def crossing(layers: int) -> tuple[CheckpointSpace, Plan, dict[str, SourceMap]]:
 @contextmanager
 def workers(plan: Plan, maps: Mapping[str, SourceMap]) -> Iterator[Callable[[object], float]]:
     """Every worker of a plan in a process; a call runs a version and says how long it took, or ``"digest"`` checks."""
-    regions = Regions(plan)
+    compiler = Compiler(plan)
     threads = max(1, (os.cpu_count() or 1) // len(plan.workers))
     arguments = [
-        (compile_from_regions(regions, worker, maps[worker]).to_bytes(), maps[worker].to_bytes(), threads)
-        for worker in plan.workers
+        (compiler.program(worker, maps[worker]).to_bytes(), maps[worker].to_bytes(), threads) for worker in plan.workers
     ]
     with processes(serve, arguments) as pipes:
         endpoints = dict(zip(plan.workers, answers(pipes), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -315,3 +316,29 @@ def test_memory_that_is_not_there_is_named() -> None:
         write_process(os.getpid(), np.array([[source.ctypes.data, address + page, page]], dtype=np.int64))
     assert "Bad address" in why_not_process(os.getpid(), 16)
     assert "No such process" in why_not_process(4194303, address)
+
+
+def test_no_permission_for_process_vm_writev_is_named_on_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = SharedMemoryTransport("a"), SharedMemoryTransport("b")
+    b.foreign_refused = "process 1: Operation not permitted"
+    with pytest.raises(TransportError, match=r"b: region w of 8 bytes .*did not allocate it.*Operation not permitted"):
+        b.register("w", np.zeros(8, dtype=np.uint8))
+    b.foreign_refused = ""
+    b.register("w", np.zeros(8, dtype=np.uint8))
+    b.open_flags(0)
+    refused = "process 1: Operation not permitted; both must run as one user"
+    monkeypatch.setattr("transfer_exec.transport.shared_memory.why_not_process", lambda *_: refused)
+    with pytest.raises(TransportError, match=r"b: its memory cannot be written with process_vm_writev: process 1"):
+        a.connect(b.endpoint("plan"))
+
+
+def test_a_host_without_memory_to_share_is_named_and_keeps_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    a = SharedMemoryTransport("a")
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TransportError, match=r"a: cannot get 4096 bytes of shared memory: .*No space left"):
+        a.allocate(4096)
+    assert len(os.listdir("/proc/self/fd")) == before
