@@ -1,0 +1,48 @@
+"""A process of `transload bench digest`: one worker of a plan over shared memory, with or without digests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from adapters.duty_messages import Cell
+from adapters.verification import plan_proof
+from layout_algebra.dtypes import dtype_of
+from layout_algebra.source_map import SourceMap
+from transfer_exec.executor import Executor
+from transfer_exec.kernels.cpu import CpuKernels
+from transfer_exec.program import Program
+from transfer_exec.transport.base import Endpoint
+from transfer_exec.transport.shared_memory import SharedMemoryTransport
+
+Ran = tuple[float, float, dict[int, int]]
+"""When a worker began and ended, and its digests."""
+
+
+def serve(
+    pipe: Connection, program: bytes, source_map: bytes, cells: Sequence[tuple[int, bytes]], threads: int
+) -> None:
+    """Run updates as ``(version, with digests)`` asks: trainers digest before, rollouts after, as the adapters do."""
+    mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
+    random = np.random.default_rng(len(mine.worker))
+    memory: dict[str, np.ndarray] = {}
+    for tensor in mine.tensors:
+        storage = dtype_of(tensor.dtype).storage
+        memory[tensor.name] = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
+    proof = plan_proof(worker_map, [Cell(*cell) for cell in cells])
+    executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
+    receives = mine.release is not None
+    pipe.send(executor.endpoint.to_bytes())
+    executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
+    pipe.send("connected")
+    while (asked := pipe.recv()) is not None:
+        version, digests = asked
+        begun = time.monotonic()
+        sums = proof.digests(memory) if digests and not receives else {}
+        executor.run(version)
+        sums = proof.digests(memory) if digests and receives else sums
+        pipe.send((begun, time.monotonic(), sums))
+    executor.close()
