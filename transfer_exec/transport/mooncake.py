@@ -32,8 +32,10 @@ from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.kernels.cpu import read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.devices import choose_devices
 from transfer_exec.transport.mooncake_engine import MooncakeEngine, Post, PostState, describe
 
+_RDMA_DEVICES = "/sys/class/infiniband"
 _HEADER_BYTES = 64
 _SLOTS = 4
 _SLOT_BYTES = 32
@@ -59,7 +61,7 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
     protocol
         ``"tcp"`` or ``"rdma"``; what does not run as asked is refused.
     devices
-        RDMA devices by name, separated by commas; by default all.
+        Which RDMA devices, as `transfer_exec.transport.devices` spells it; by default all.
     deadline_s
         Of connecting to one peer, and of every other call that may wait.
 
@@ -77,6 +79,9 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
             raise TransportError(f"{worker}: mooncake has no protocol {protocol!r}; expected {' or '.join(names)}")
         super().__init__(worker, names[protocol], _LIMITS)
         self._protocol, self._deadline_s = protocol, deadline_s
+        if devices:
+            listed = sorted(os.listdir(_RDMA_DEVICES)) if os.path.isdir(_RDMA_DEVICES) else []
+            devices = ",".join(choose_devices(listed, devices))
         self._engine = MooncakeEngine(worker, host, protocol=protocol, devices=devices, deadline_s=deadline_s)
         self._scratch = self._registered(8)
         self._flags_address = 0
