@@ -150,6 +150,7 @@ def _plan_table(report: PlanReport) -> Table:
         f"{report.load_s / (report.optimum_s or 1.0):.4f} of the program's optimum",
         "trainers send": f"{report.trainer_copies_sent:.4f} copies",
         "a node receives": f"at most {report.node_ingress_over_need:.4f} of what it needs",
+        "messages": f"{report.messages:,} a round, no worker has more than {report.peers_max} peers",
         "fullest round": f"{report.round_load_over_average:.4f} of an average round's largest link load",
         "programs": f"{report.programs} of {report.trainers + report.rollouts} compiled, "
         f"largest {report.program_bytes_max / 2**10:,.0f} KiB, together {report.program_bytes_sum / 2**20:,.1f} MiB",

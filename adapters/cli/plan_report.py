@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -54,6 +55,8 @@ class PlanReport(msgspec.Struct, frozen=True):
         What trainers send over the network, over one copy of what some node needs and lacks; 1 is exactly one copy.
     node_ingress_over_need
         The largest, over nodes, of what a node receives over the network over what it needs and lacks.
+    messages, peers_max
+        Messages of a round, over all workers; the most workers that one worker sends to or receives from.
     round_load_over_average
         The longest time of any link in any round, over that of the busiest link in an average round.
     map_seconds, correspond_seconds, plan_seconds, program_seconds
@@ -80,6 +83,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     link_load_over_bound: float
     trainer_copies_sent: float
     node_ingress_over_need: float
+    messages: int
+    peers_max: int
     round_load_over_average: float
     map_seconds: float
     correspond_seconds: float
@@ -179,6 +184,8 @@ def report_plan(
         link_load_over_bound=load_over_bound(plan),
         trainer_copies_sent=copies,
         node_ingress_over_need=ingress,
+        messages=len({hop for route in plan.routes for hop in route.hops}),
+        peers_max=_peers_max(plan),
         round_load_over_average=round_load_over_average(plan, source.topology),
         map_seconds=source.maps_s,
         correspond_seconds=source.correspond_s,
@@ -198,6 +205,12 @@ def program_sizes(plan: Plan, source: Source, *, sample: int | None = None) -> d
         sample = len(plan.workers) if len(plan.workers) <= _ALL_PROGRAMS else _SAMPLE
     step = max(1, len(plan.workers) // max(1, sample))
     return {worker: len(compiler.program(worker, source.maps[worker]).to_bytes()) for worker in plan.workers[::step]}
+
+
+def _peers_max(plan: Plan) -> int:
+    pairs = {frozenset((hop.source, hop.target)) for route in plan.routes for hop in route.hops}
+    counted = Counter(worker for pair in pairs for worker in pair)
+    return max(counted.values(), default=0)
 
 
 def load_over_bound(plan: Plan) -> float:

@@ -34,6 +34,9 @@ def test_plan_as_json() -> None:
     assert found["trainer_copies_sent"] == 1.0
     assert found["node_ingress_over_need"] == 1.0
     assert found["programs"] == 8
+    assert found["bound_s"] <= found["optimum_s"] <= found["load_s"]
+    assert 1 <= found["peers_max"] <= 7
+    assert found["messages"] >= found["peers_max"]
     assert found["program_bytes_max"] > 0
     smaller = json.loads(run("plan", FIGURE, "--json", "--buffer", 1024, "--programs", 1))
     assert smaller["rounds"] > found["rounds"]
