@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from adapters.cli.benchmark import Row
 from adapters.cli.plan_report import peak_rss_bytes
 from adapters.deployments import Deployment, read_deployment
 from adapters.deployments_layouts import Megatron, Rollout
-from layout_algebra.correspondence import correspond
+from layout_algebra.correspondence import Correspondence, correspond
 from transfer_exec import make_plan, simulate
 from transfer_exec.baselines import BASELINES
 from transfer_exec.compiler import Compiler
-from transfer_exec.replan import change_workers
+from transfer_exec.plan import Plan
+from transfer_exec.program import Program
+from transfer_exec.replan import replan
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "deployments"
 DEPLOYMENTS = ("moonlight-16b", "qwen3-30b-a3b", "qwen3-235b-a22b", "kimi-k2")
@@ -28,14 +30,19 @@ REPLICAS = (1, 2, 4, 8, 16)
 GROWTH_GPUS = (8, 32, 64, 128, 256)
 
 
+def cases() -> dict[str, Callable[[], list[Row]]]:
+    """Parts that run alone."""
+    return {"kimi": kimi_rows, "growth": growth_rows, "replan": replanning_rows, "4096": large_rows}
+
+
 def rows() -> list[Row]:
-    """The benchmark's rows."""
-    out = []
+    """The benchmark's rows, but those of 4,096 + 4,096 workers, which take minutes: case ``4096``."""
+    out = kimi_rows()
     for name in DEPLOYMENTS:
         out += timeline_rows(name, read_deployment(FOLDER / f"{name}.toml"))
     for name, deployment in sweeps():
         out += timeline_rows(name, deployment)
-    return out + growth_rows() + kimi_rows()
+    return out + growth_rows() + replanning_rows()
 
 
 def timeline_rows(name: str, deployment: Deployment) -> list[Row]:
@@ -84,13 +91,13 @@ def sweeps() -> Iterable[tuple[str, Deployment]]:
 
 
 def growth_rows() -> list[Row]:
-    """Seconds of a plan over trainers and as many rollouts, and the exponent of a line through their logarithms.
+    """Seconds over trainers and as many rollouts, step by step, and the exponent of a line through their logarithms.
 
     Kimi-K2 with eight of its layers, engines of 8, so that every size has the same model; the floor is the smallest.
     """
     base = read_deployment(FOLDER / "kimi-k2.toml")
     model = dataclasses.replace(base.model, layers=base.model.layers[:8])
-    seconds = []
+    seconds: dict[str, list[float]] = {"correspondence": [], "plan": [], "programs": []}
     for gpus in GROWTH_GPUS:
         pp = min(8, gpus // 8)
         trainer = Megatron(tp=8, pp=pp, dp=gpus // 8 // pp, ep=min(32, gpus // pp))
@@ -98,18 +105,52 @@ def growth_rows() -> list[Row]:
         deployment = dataclasses.replace(
             base, model=model, trainer=trainer, rollout=rollout, trainer_gpus=gpus, rollout_gpus=gpus
         )
+        for step, value in zip(seconds.values(), Steps.of(deployment).seconds, strict=True):
+            step.append(value)
+    out = []
+    for name, step in seconds.items():
+        for gpus, value in zip(GROWTH_GPUS, step, strict=True):
+            case = f"growth: {name} of {gpus} + {gpus} workers"
+            out.append(Row.against_floor(case, value=value, unit="s", floor=step[0]))
+        exponent = slope([math.log(gpus) for gpus in GROWTH_GPUS], [math.log(value) for value in step])
+        case = f"growth: exponent of {name} in workers"
+        out.append(Row.against_floor(case, value=max(exponent, 1e-3), unit="1", floor=1.0))
+    return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steps:
+    """A deployment's correspondence, its plan, and what making them and the programs took.
+
+    Attributes
+    ----------
+    demand, plan
+        What was made.
+    seconds
+        Of the correspondence, the plan, and the bytes of the programs.
+    program_bytes_max
+        Of the largest program.
+    """
+
+    demand: Correspondence
+    plan: Plan
+    seconds: tuple[float, float, float]
+    program_bytes_max: int
+
+    @staticmethod
+    def of(deployment: Deployment, *, every: int = 1) -> Steps:
+        """Go through them; programs of every so many-th worker only."""
         _, holders, needers = deployment.maps()
-        demand = correspond(holders, needers)
+        maps = {**holders, **needers}
         began = time.perf_counter()
-        make_plan(demand, deployment.topology(), buffer_bytes=base.update.buffer_bytes)
-        seconds.append(time.perf_counter() - began)
-    out = [
-        Row.against_floor(f"growth: plan of {gpus} + {gpus} workers", value=value, unit="s", floor=seconds[0])
-        for gpus, value in zip(GROWTH_GPUS, seconds, strict=True)
-    ]
-    exponent = slope([math.log(gpus) for gpus in GROWTH_GPUS], [math.log(value) for value in seconds])
-    case = "growth: exponent of seconds in workers"
-    return [*out, Row.against_floor(case, value=max(exponent, 1e-3), unit="1", floor=1.0)]
+        demand = correspond(holders, needers)
+        met = time.perf_counter()
+        plan = make_plan(demand, deployment.topology(), buffer_bytes=deployment.update.buffer_bytes)
+        planned = time.perf_counter()
+        compiler = Compiler(plan)
+        largest = max(len(compiler.program(worker, maps[worker]).to_bytes()) for worker in plan.workers[::every])
+        compiled = time.perf_counter()
+        return Steps(demand, plan, (met - began, planned - met, compiled - planned), largest)
 
 
 def slope(x: list[float], y: list[float]) -> float:
@@ -120,32 +161,64 @@ def slope(x: list[float], y: list[float]) -> float:
 
 
 def kimi_rows() -> list[Row]:
-    """Kimi-K2 on 64 nodes: seconds of correspondence, plan and of programs, which are compiled for one worker of either
-    side and counted for all; the plan after an engine is lost; the process's peak memory."""
+    """Kimi-K2 on 64 nodes: correspondence, plan and the programs of all 512 workers; what one worker then unfolds."""
     deployment = read_deployment(FOLDER / "kimi-k2.toml")
-    _, holders, needers = deployment.maps()
-    maps = {**holders, **needers}
+    steps = Steps.of(deployment)
+    peak = float(peak_rss_bytes())
+    _, _, needers = deployment.maps()
+    worker = steps.plan.needers[0]
+    data = Compiler(steps.plan).program(worker, needers[worker]).to_bytes()
     began = time.perf_counter()
-    demand = correspond(holders, needers)
-    plan = make_plan(demand, deployment.topology(), buffer_bytes=deployment.update.buffer_bytes)
-    planning = time.perf_counter() - began
-    compiler = Compiler(plan)
-    programs = 0.0
-    for worker, count in ((plan.holders[0], len(plan.holders)), (plan.needers[0], len(plan.needers))):
-        began = time.perf_counter()
-        compiler.program(worker, maps[worker])
-        programs += (time.perf_counter() - began) * count
-    began = time.perf_counter()
-    lost = change_workers(demand, lost=[worker for worker in plan.needers if worker.startswith("engine/7/")])
-    make_plan(lost, deployment.topology(), buffer_bytes=deployment.update.buffer_bytes)
-    replanning = time.perf_counter() - began
+    program = Program.from_bytes(data)
+    tables = program.table_bytes
+    unfolding = time.perf_counter() - began
+    correspondence, plan, programs = steps.seconds
     return [
-        Row.against_floor("Kimi-K2: correspondence and plan", value=planning, unit="s", floor=15.0, bar=1.0),
+        Row.against_floor("Kimi-K2: correspondence", value=correspondence, unit="s", floor=10.0, bar=1.0),
+        Row.against_floor("Kimi-K2: plan and all programs", value=plan + programs, unit="s", floor=15.0, bar=1.0),
+        Row.against_floor("Kimi-K2: all programs", value=programs, unit="s", floor=plan),
+        Row.against_floor("Kimi-K2: peak memory", value=peak, unit="bytes", floor=float(3 << 30), bar=1.0),
         Row.against_floor(
-            "Kimi-K2: plan and all programs, from two", value=planning + programs, unit="s", floor=15.0, bar=1.0
+            "Kimi-K2: largest program", value=float(steps.program_bytes_max), unit="bytes", floor=float(tables)
         ),
-        Row.against_floor("Kimi-K2: plan after an engine is lost", value=replanning, unit="s", floor=planning),
+        Row.against_floor("Kimi-K2: one worker's tables from its program", value=unfolding, unit="s", floor=programs),
+    ]
+
+
+def large_rows() -> list[Row]:
+    """Kimi-K2 on 4,096 + 4,096 workers: correspondence, plan and the programs of 16 of them."""
+    base = read_deployment(FOLDER / "kimi-k2.toml")
+    trainer, rollout = Megatron(tp=8, pp=8, cp=4, dp=16, ep=32), Rollout(128, dp=32, ep=32)
+    steps = Steps.of(
+        dataclasses.replace(base, trainer=trainer, rollout=rollout, trainer_gpus=4096, rollout_gpus=4096), every=512
+    )
+    peak = float(peak_rss_bytes())
+    return [
         Row.against_floor(
-            "Kimi-K2: peak memory", value=float(peak_rss_bytes()), unit="bytes", floor=float(3 << 30), bar=1.0
+            "4096 + 4096: plan and 16 programs", value=sum(steps.seconds[1:]), unit="s", floor=120.0, bar=1.0
         ),
+        Row.against_floor("4096 + 4096: correspondence", value=steps.seconds[0], unit="s", floor=steps.seconds[1]),
+        Row.against_floor("4096 + 4096: peak memory", value=peak, unit="bytes", floor=float(8 << 30), bar=1.0),
+    ]
+
+
+def replanning_rows() -> list[Row]:
+    """Kimi-K2 to 64 engines of four GPUs: the demand and the plan after one engine is lost, and after it is back."""
+    base = read_deployment(FOLDER / "kimi-k2.toml")
+    steps = Steps.of(dataclasses.replace(base, rollout=Rollout(64, dp=4, ep=4)), every=64)
+    lost = [worker for worker in steps.plan.needers if worker.startswith("engine/63/")]
+    topology = dataclasses.replace(base, rollout=Rollout(64, dp=4, ep=4)).topology()
+    buffer_bytes = base.update.buffer_bytes
+    began = time.perf_counter()
+    left, _ = replan(steps.demand, topology, lost=lost, buffer_bytes=buffer_bytes)
+    gone = time.perf_counter() - began
+    joined = {worker: worker.replace("engine/63/", "engine/0/") for worker in lost}
+    began = time.perf_counter()
+    _, again = replan(left, topology, joined=joined, buffer_bytes=buffer_bytes)
+    back = time.perf_counter() - began
+    assert again.digest() == steps.plan.digest(), "planning again gives what planning from the start gives"
+    anew = steps.seconds[0] + steps.seconds[1]
+    return [
+        Row.against_floor("Kimi-K2, 64 engines: plan again, one lost", value=gone, unit="s", floor=anew),
+        Row.against_floor("Kimi-K2, 64 engines: plan again, one back", value=back, unit="s", floor=anew),
     ]
