@@ -20,20 +20,20 @@ def uniform_rows(rows: IdArray) -> IdArray:
     """
     rows = rows[(rows[:, RowColumn.LENGTH] > 0) & (rows[:, RowColumn.COUNT] > 0)]
     of, to = SOURCE_BYTES[rows[:, RowColumn.CODE]], TARGET_BYTES[rows[:, RowColumn.CODE]]
-    length, count = rows[:, RowColumn.LENGTH], rows[:, RowColumn.COUNT]
+    several = np.flatnonzero(rows[:, RowColumn.COUNT] > 1)
+    some = rows[several]
     inner, outer = (
-        (rows[:, source] == of).astype(np.int64) * (2 + 2 * (rows[:, target] == to)) * (size > 1)
+        (some[:, source] == of[several]).astype(np.int64) * (2 + 2 * (some[:, target] == to[several])) * (size > 1)
         for source, target, size in (
-            (RowColumn.SOURCE_STRIDE, RowColumn.TARGET_STRIDE, length),
-            (RowColumn.SOURCE_STEP, RowColumn.TARGET_STEP, count),
+            (RowColumn.SOURCE_STRIDE, RowColumn.TARGET_STRIDE, some[:, RowColumn.LENGTH]),
+            (RowColumn.SOURCE_STEP, RowColumn.TARGET_STEP, some[:, RowColumn.COUNT]),
         )
     )
-    turned = (outer > inner) | (length == 1) & (count > 1)
-    columns = [0, 2, 1, 3, 5, 4, 7, 6, 8]
-    out = np.where(turned[:, None], rows[:, columns], rows)
-    single = out[:, RowColumn.LENGTH] == 1
-    out[single, RowColumn.SOURCE_STRIDE], out[single, RowColumn.TARGET_STRIDE] = of[single], to[single]
-    return out
+    turned = (outer > inner) | (some[:, RowColumn.LENGTH] == 1)
+    rows[several[turned]] = some[turned][:, [0, 2, 1, 3, 5, 4, 7, 6, 8]]
+    single = rows[:, RowColumn.LENGTH] == 1
+    rows[single, RowColumn.SOURCE_STRIDE], rows[single, RowColumn.TARGET_STRIDE] = of[single], to[single]
+    return rows
 
 
 def split_evenly(rows: IdArray, shares: int) -> list[IdArray]:

@@ -137,7 +137,7 @@ def _calls(rows: IdArray, *, streams: bool) -> tuple[Call, ...]:
     crossed &= np.minimum(length, count) * item >= _SMALLEST_CROSSED_BYTES
     out = []
     if (listed := pieces & (count == 1)).any():
-        out.append(_listed(rows[listed], streams=streams))
+        out.append(_listed(rows if listed.all() else rows[listed], streams=streams))
     if (grids := pieces & (count > 1)).any():
         out.append(_gridded(rows[grids], streams=streams))
     rest = ~pieces & ~crossed
@@ -149,7 +149,7 @@ def _calls(rows: IdArray, *, streams: bool) -> tuple[Call, ...]:
 
 
 def _listed(rows: IdArray, *, streams: bool) -> Call:
-    pieces = np.ascontiguousarray(rows[:, [RowColumn.SOURCE, RowColumn.TARGET]])
+    pieces = np.stack([rows[:, RowColumn.SOURCE], rows[:, RowColumn.TARGET]], axis=1)
     sizes = rows[:, RowColumn.LENGTH] * SOURCE_BYTES[rows[:, RowColumn.CODE]]
     starts = np.concatenate([[0], np.flatnonzero(np.diff(sizes)) + 1])
     off_line = np.bitwise_or.reduceat(pieces[:, 1] | sizes, starts) % _LINE
