@@ -17,7 +17,9 @@ tensor([4., 5.])
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ from layout_algebra.dtypes import IdArray
 
 _FEW = 16
 _MOST_BYTES = 1 << 30
-_MOST_WRITES = 2048
+_MOST_WRITES = 1 << 16
 
 
 class _Box(NamedTuple):
@@ -83,8 +85,13 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pending: dict[int, list[_Box]] = {}
+        self._pending: dict[int, _Boxes] = {}
         self._lost: dict[int, list[tuple[_Box, _Box]]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's own switch: by default the first operation under a mode imports its compiler, for two seconds.
+        return False
 
     def clear(self) -> None:
         """Forget everything, before another load."""
@@ -94,7 +101,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def lost(self, tensor: torch.Tensor) -> IdArray:
         """Flat indices of a tensor's elements that were copied over before anything read them; ascending.
 
-        Pairs of copies that share more than a gigabyte, and copies after a tensor's first 2,048, are left out.
+        Pairs of copies that share more than a gigabyte, and copies after a tensor's first 65,536, are left out.
         """
         found = []
         for one, other in self._lost.get(tensor.untyped_storage().data_ptr(), ()):
@@ -125,53 +132,90 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _observe(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        written, read, is_view = _tensors_of(func, args, kwargs)
-        if not is_view:
-            for tensor in read:
+        if _makes_a_view(func):
+            return
+        written, read = _tensors_of(func, args, kwargs)
+        for tensor in read:
+            self._forget(tensor)
+        loads = func.overloadpacket in _COPIES and len(read) == len(written)
+        for position, tensor in enumerate(written):
+            if loads and tensor.numel() and _says_something(read[position]):
+                self._note(tensor)
+            else:
                 self._forget(tensor)
-            loads = func.overloadpacket in _COPIES and len(read) == len(written)
-            for position, tensor in enumerate(written):
-                if loads and tensor.numel() and _says_something(read[position]):
-                    self._note(tensor)
-                else:
-                    self._forget(tensor)
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage().data_ptr()
         box = _Box.of(tensor)
-        pending = self._pending.setdefault(storage, [])
+        pending = self._pending.setdefault(storage, _Boxes())
         if len(pending) == _MOST_WRITES:
             return
-        for other in pending:
+        for other in pending.near(box):
             if not box.apart(other):
                 self._lost.setdefault(storage, []).append((other, box))
-        pending.append(box)
+        pending.add(box)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """Something read these elements, or did more to them than to replace them."""
         pending = self._pending.get(tensor.untyped_storage().data_ptr())
-        if pending and tensor.numel():
-            box = _Box.of(tensor)
-            pending[:] = [one for one in pending if one.stop <= box.start or box.stop <= one.start]
+        if pending is not None and tensor.numel():
+            pending.drop_near(_Box.of(tensor))
+
+
+class _Boxes:
+    """Boxes by where they start; those near another are found without a look at all of them."""
+
+    def __init__(self) -> None:
+        self._sorted: list[_Box] = []
+        self._longest = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def near(self, box: _Box) -> list[_Box]:
+        """Those that reach into the bytes from the first to the last of a box."""
+        return [one for one in self._sorted[self._reaching(box)] if box.start < one.stop]
+
+    def add(self, box: _Box) -> None:
+        """Keep one more."""
+        insort(self._sorted, box)
+        self._longest = max(self._longest, box.stop - box.start)
+
+    def drop_near(self, box: _Box) -> None:
+        """Keep those that are not `near`."""
+        reaching = self._reaching(box)
+        self._sorted[reaching] = [one for one in self._sorted[reaching] if one.stop <= box.start]
+
+    def _reaching(self, box: _Box) -> slice:
+        first = bisect_left(self._sorted, box.start - self._longest, key=_start)
+        return slice(first, bisect_left(self._sorted, box.stop, key=_start))
+
+
+def _start(box: _Box) -> int:
+    return box.start
 
 
 _COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._foreach_copy_})
 
 
+@cache
+def _makes_a_view(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation only makes a view: most that a loader runs do, and they must cost next to nothing."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
 def _tensors_of(
     func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-    """Tensors that an operation writes, those that it reads, and whether it only makes a view."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors that an operation writes, and those that it reads."""
     written: list[torch.Tensor] = []
     read: list[torch.Tensor] = []
-    is_view = False
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        alias = argument.alias_info
-        is_view |= alias is not None and not alias.is_write
-        side = written if alias is not None and alias.is_write else read
+        side = written if argument.alias_info is not None and argument.alias_info.is_write else read
         side += [one for one in _flat(given) if one.layout == torch.strided and not is_traceable_wrapper_subclass(one)]
-    return written, read, is_view
+    return written, read
 
 
 def _flat(given: object) -> Iterator[torch.Tensor]:
