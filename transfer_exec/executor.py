@@ -32,15 +32,12 @@ from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.signals import Steps, Wait, first_number
-from transfer_exec.transport.base import Endpoint, Transport, check_process
+from transfer_exec.transport.base import Endpoint, Patience, Transport, check_process
 from transfer_exec.update import Update
 
 DEPTH = 2
 """Rounds under way at once, where nobody says otherwise."""
 
-_SPINS = 50
-_SHORTEST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 200e-6
 _SEQUENCE_LIMIT = 1 << 63
 
 
@@ -195,7 +192,7 @@ class Executor:
                     raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
                 if now - since > self._deadline_s and not wait.on_itself:
                     raise DeadlineError(f"{self._program.worker}: waited {self._deadline_s:g} s at {wait}")
-                _pause(polls)
+                _pause(polls, self._transport.patience)
                 polls += 1
         except BaseException as error:
             self._failure = f"version {version} failed: {error}"
@@ -237,7 +234,8 @@ class Executor:
         self._transport.close()
 
 
-def _pause(polls: int) -> None:
-    """Spin briefly, then sleep, longer and longer, up to 0.2 ms."""
-    if polls >= _SPINS:
-        time.sleep(min(_SHORTEST_SLEEP_S * (1 + (polls - _SPINS) // 10), _LONGEST_SLEEP_S))
+def _pause(polls: int, patience: Patience) -> None:
+    """Spin briefly, then sleep, longer and longer."""
+    late = polls - patience.spins
+    if late >= 0:
+        time.sleep(min(patience.shortest_s * (1 + late // 10), patience.longest_s))

@@ -49,6 +49,14 @@ class Flag(NamedTuple):
     tag: int
 
 
+class Patience(NamedTuple):
+    """How often whoever waits should look: at once ``spins`` times, then after sleeps that grow between the two."""
+
+    spins: int = 50
+    shortest_s: float = 20e-6
+    longest_s: float = 200e-6
+
+
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a peer must know of one region.
 
@@ -146,6 +154,11 @@ class Transport(Protocol):
     @property
     def worker(self) -> str:
         """The worker this end belongs to."""
+        ...
+
+    @property
+    def patience(self) -> Patience:
+        """For whoever waits; looking too often takes the processor from those that move bytes."""
         ...
 
     def allocate(self, size_bytes: int) -> Memory:

@@ -33,6 +33,7 @@ from transfer_exec.transport.base import (
     Endpoint,
     Flag,
     Memory,
+    Patience,
     RegionHandle,
     RegionInfo,
     RegionTable,
@@ -62,11 +63,14 @@ class Limits:
         All registrations together.
     in_flight
         Descriptors with the wire at once, for each peer.
+    patience
+        Of whoever waits for it; by default for messages that take microseconds.
     """
 
     piece_bytes: int = 1 << 62
     total_bytes: int = 1 << 62
     in_flight: int = 1024
+    patience: Patience = field(default_factory=Patience)
 
 
 class CheckedTransport(ABC, Generic[_Posted]):
@@ -100,6 +104,11 @@ class CheckedTransport(ABC, Generic[_Posted]):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def patience(self) -> Patience:
+        """See `Transport.patience`."""
+        return self._limits.patience
 
     # The wire
 

@@ -30,7 +30,7 @@ import numpy as np
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.kernels.cpu import read_word
-from transfer_exec.transport.base import Endpoint, Flag, Memory
+from transfer_exec.transport.base import Endpoint, Flag, Memory, Patience
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
 from transfer_exec.transport.devices import choose_devices
 from transfer_exec.transport.mooncake_engine import MooncakeEngine, Post, PostState, describe
@@ -39,8 +39,12 @@ _RDMA_DEVICES = "/sys/class/infiniband"
 _HEADER_BYTES = 64
 _SLOTS = 4
 _SLOT_BYTES = 32
-# Beyond 1024 a peer the engine refuses and sends all the same; flags need room too.
-_LIMITS = Limits(in_flight=1000)
+_MOST = 1000  # the engine refuses what is beyond 1024 for one peer, sends it all the same, and flags need room too
+_LIMITS = {
+    # A message over TCP takes milliseconds, and the threads that move it need the processor that looking would take.
+    "tcp": Limits(in_flight=_MOST, patience=Patience(spins=0, shortest_s=500e-6, longest_s=1e-3)),
+    "rdma": Limits(in_flight=_MOST),
+}
 _TRIES = 3
 _POLL_S = 100e-6
 _WORD = (1 << 64) - 1
@@ -77,7 +81,7 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
         names = {value: name for name, value in NAMES.items()}
         if protocol not in names:
             raise TransportError(f"{worker}: mooncake has no protocol {protocol!r}; expected {' or '.join(names)}")
-        super().__init__(worker, names[protocol], _LIMITS)
+        super().__init__(worker, names[protocol], _LIMITS[protocol])
         self._protocol, self._deadline_s = protocol, deadline_s
         if devices:
             listed = sorted(os.listdir(_RDMA_DEVICES)) if os.path.isdir(_RDMA_DEVICES) else []
