@@ -312,3 +312,34 @@ def test_the_same_loops_interpreted() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "interpreted" in done.stdout
+
+
+PLAIN = """
+import sys
+sys.path.insert(0, "tests/transfer_exec")
+import numba
+from numba.core.registry import cpu_target
+assert "+f16c" not in cpu_target.target_context.codegen().magic_tuple()[2]
+import test_kernels as t
+t.test_every_16_bit_pattern("F16", "F32")
+t.test_wide_sources_around_every_rounding_edge("F32", "F16")
+t.test_casts_of_every_length_and_alignment(("F32", "F16"))
+t.test_transposes(2, 33, 70)
+t.test_pieces_of_every_size_and_alignment(False)
+print("plain")
+"""
+
+
+def test_a_processor_without_extensions() -> None:
+    """Compiled for the least that a processor of this kind has."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "plain" in done.stdout

@@ -92,8 +92,8 @@ def _single_to_half(single: int) -> int:
 class _Lanes:
     """Builds one instruction at a time for a number of lanes."""
 
-    def __init__(self, builder, lanes):
-        self._builder, self._lanes = builder, lanes
+    def __init__(self, builder, lanes, halves):
+        self._builder, self._lanes, self._halves = builder, lanes, halves
         self.word, self.single, self.double = (
             self.of(kind) for kind in (ir.IntType(32), ir.FloatType(), ir.DoubleType())
         )
@@ -120,6 +120,8 @@ class _Lanes:
         wide = b.zext(value, self.word)
         if kind == "brain":
             return b.shl(wide, n(16))
+        if self._halves:
+            return b.bitcast(b.fpext(b.bitcast(value, self.of(ir.HalfType())), self.single), self.word)
         rest = b.shl(b.and_(wide, n(0x7FFF)), n(13))
         normal = b.add(rest, n(0x38000000))
         # An implicit one is added below the smallest normal number, and taken away again by a subtraction of floats.
@@ -144,6 +146,9 @@ class _Lanes:
             rounded = b.lshr(b.add(b.add(bits, n(0x7FFF)), odd), n(16))
             out = b.select(is_nan, b.or_(b.lshr(bits, n(16)), n(0x40)), rounded)
             return b.trunc(out, self.of(ir.IntType(16)))
+        if self._halves:
+            made = b.fptrunc(b.bitcast(bits, self.single), self.of(ir.HalfType()))
+            return b.bitcast(made, self.of(ir.IntType(16)))
         odd = b.and_(b.lshr(rest, n(13)), n(1))
         normal = b.lshr(b.add(b.add(rest, n(0xC8000FFF)), odd), n(13))
         # Adding 0.5 shifts a subnormal result's bits to the end of the mantissa, rounded by the addition.
@@ -167,7 +172,8 @@ def _mover(lanes, *, streams=False):
     @intrinsic
     def moves(typing_context, to, target, of, source):
         def build(context, builder, signature, arguments):
-            make = _Lanes(builder, lanes)
+            # The processor that is compiled for may convert F16 itself.
+            make = _Lanes(builder, lanes, "+f16c" in context.codegen().magic_tuple()[2])
             given, made = (make.of(ir.IntType(unit.dtype.bitwidth)) for unit in (of, to))
             value = builder.load(builder.inttoptr(arguments[3], given.as_pointer()), align=1)
             if of.dtype != to.dtype:
