@@ -48,7 +48,7 @@ class Counters(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """How links are limited; the defaults are what the bench found best, see docs/cluster.md."""
+    """How links are limited; the defaults are explained in docs/cluster.md."""
 
     burst_bytes: int = 128 << 10
     queue_bytes: int = 4 << 20
