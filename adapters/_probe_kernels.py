@@ -12,6 +12,8 @@ import numpy.typing as npt
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
 from layout_algebra.dtypes import IdArray
+from transfer_exec.kernels._memory import copy_bytes
+from transfer_exec.kernels._vectors import fence, stream32
 
 _BLOCK = 2048
 
@@ -21,11 +23,28 @@ def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBas
     """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache."""
     for start in range(0, len(live), _BLOCK):
         source = live[start : start + _BLOCK]
-        target = kept[start : start + _BLOCK]
-        for index in range(len(source)):
-            target[index] = source[index]
+        _stream(source, kept[start : start + _BLOCK])
         for index in range(len(source)):
             source[index] = value
+    fence()
+
+
+@kernel
+def stream_bits(source: Bits, target: Bits) -> None:
+    """Copy one contiguous array into another, which is not read into the cache for that."""
+    _stream(source, target)
+    fence()
+
+
+@kernel
+def _stream(source: Bits, target: Bits) -> None:
+    come, go, size = source.ctypes.data, target.ctypes.data, source.nbytes
+    done = min(-go % 32, size)
+    copy_bytes(go, come, done)
+    while done + 32 <= size:
+        stream32(go + done, come + done)
+        done += 32
+    copy_bytes(go + done, come + done, size - done)
 
 
 @kernel

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from adapters._probe_kernels import keep_and_clear
+from adapters._probe_kernels import keep_and_clear, stream_bits
 from adapters.torch_bits import Bits, bit_dtype, bits_view, dtype_name, storage_type
 from layout_algebra.errors import ParameterReplacedError, ProbeError
 from layout_algebra.space import natural_key
@@ -278,7 +278,7 @@ class _Piece:
         if self.cut is None:
             _write(self.of, self.kept)
         else:
-            np.copyto(self.live(), self.kept)
+            stream_bits(self.kept, self.live())
 
 
 def _room_for(live: tuple[LiveTensor, ...]) -> dict[str, Bits]:
