@@ -104,10 +104,10 @@ class Feeder:
         self._space = space
         self._executor = executor
         self._private = False
-        self._places = {period: _place(space, period) for period in {Pattern({}).period, *periods}}
+        self._members = _by_dtype(space)
+        self._places = {p: _place(space, self._members, p) for p in {Pattern({}).period, *periods}}
         self._lengths: dict[str, int] = {}
-        for dtype in _coded(space):
-            chosen = _of_dtype(space, dtype)
+        for dtype, chosen in self._members.items():
             sizes = np.diff(space.starts)[chosen]
             self._lengths[dtype] = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
         self._banks: list[_Bank] = []
@@ -142,7 +142,7 @@ class Feeder:
         patterns = [pattern] if other is None else [pattern, other]
         self._choice = [0] * len(self._space) if choice is None else choice.astype(np.int64).tolist()
         while len(self._banks) < len(patterns):
-            self._banks.append(_Bank(self._space, self._lengths, self._executor))
+            self._banks.append(_Bank(self._space, self._members, self._lengths, self._executor))
         for bank, given in zip(self._banks, patterns, strict=False):
             bank.use(given, self._places[given.period], fill=not self._private)
 
@@ -170,8 +170,11 @@ class Feeder:
 class _Bank:
     """One buffer a dtype, filled with one pattern."""
 
-    def __init__(self, space: CheckpointSpace, lengths: Mapping[str, int], executor: Executor) -> None:
+    def __init__(
+        self, space: CheckpointSpace, members: Mapping[str, IdArray], lengths: Mapping[str, int], executor: Executor
+    ) -> None:
         self._space = space
+        self._members = members
         self._executor = executor
         self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
         nothing = _aligned(0, 1)
@@ -227,7 +230,7 @@ class _Bank:
         stops = starts + np.diff(self._space.starts)
         out = []
         for dtype, buffer in self._buffers.items():
-            spans = np.stack([starts, stops], axis=1)[_of_dtype(self._space, dtype)]
+            spans = np.stack([starts, stops], axis=1)[self._members[dtype]]
             step = _PIECE_BYTES // buffer.itemsize
             for start, stop in merge_intervals(spans).tolist():
                 for first in range(start, stop, step):
@@ -235,9 +238,12 @@ class _Bank:
         return out
 
 
-def _coded(space: CheckpointSpace) -> set[str]:
-    """The dtypes of the tensors that are fed from a buffer."""
-    return {spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)}
+def _by_dtype(space: CheckpointSpace) -> dict[str, IdArray]:
+    """Positions of the tensors that are fed from a buffer, by dtype."""
+    found: dict[str, list[int]] = {}
+    for position in np.flatnonzero(np.diff(space.starts)).tolist():
+        found.setdefault(space.specs[position].dtype, []).append(position)
+    return {dtype: np.array(members) for dtype, members in found.items() if holds_codes(dtype)}
 
 
 def _uncoded(spec: TensorSpec, *, second: bool) -> torch.Tensor:
@@ -253,17 +259,11 @@ def _uncoded(spec: TensorSpec, *, second: bool) -> torch.Tensor:
     return raw
 
 
-def _of_dtype(space: CheckpointSpace, dtype: str) -> npt.NDArray[np.bool_]:
-    """Which tensors have elements of a dtype."""
-    return np.array([spec.dtype == dtype and spec.elements > 0 for spec in space.specs], dtype=np.bool_)
-
-
-def _place(space: CheckpointSpace, period: int) -> IdArray:
+def _place(space: CheckpointSpace, members: Mapping[str, IdArray], period: int) -> IdArray:
     """Where every tensor begins in its dtype's buffer: congruent to its first id, 64-byte aligned, all different."""
     starts = space.starts[:-1]
     out = np.zeros(len(space), dtype=np.int64)
-    for dtype in _coded(space):
-        chosen = np.flatnonzero(_of_dtype(space, dtype))
+    for dtype, chosen in members.items():
         step = _ALIGN_BYTES // dtype_of(dtype).item_bytes
         offsets = step * (starts[chosen] % period * pow(step, -1, period) % period)
         order = np.argsort(offsets, kind="stable")
