@@ -104,12 +104,16 @@ class Conductor:
 
         Nothing is raised before all are there, or the deadline is over: a rank that has not called would not hear it.
         """
+        first = next(iter(calls.values()))
         missing = [worker for worker in self._trainers if worker not in calls]
         gone = [worker for worker in missing if worker in self._steps.gone]
+        if isinstance(first.intent, SendIntent) and self._fleet.connection is not None:
+            # Whether the others can do without those that are gone is for the plan to say.
+            missing = [worker for worker in missing if worker not in gone and worker in self._fleet.connection.holders]
+            gone = []
         if missing and not gone and waited_s < self._steps.deadline_s:
             return False
         self._steps.open()
-        first = next(iter(calls.values()))
         for call in calls.values():
             if call.failure is not None:
                 raise_failure(call.failure)

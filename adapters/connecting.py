@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import GiveMap, MapGiven, Probe, Probed, Result, Stay
 from adapters.failures import raise_failure
-from adapters.fleet import Engine, Fleet, compile_bindings, incarnations, is_complete
+from adapters.fleet import Fleet, compile_bindings, is_complete
 from adapters.messages import ConnectIntent, Roster
 from adapters.planning import Connection, group_of
 from adapters.steps import STOP, TRAINERS, Say, Steps
@@ -46,6 +46,7 @@ def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topolog
         kept = [group for group in fleet.present_engines() if group not in listed]
         groups = sorted([*listed, *kept], key=natural_key)
         transport = choose_transport(fleet.members(groups), intent.transport)
+    steps.idle = set()
     with _timed(seconds, "stop"):
         steps.run(dict.fromkeys(groups, STOP))
     with _timed(seconds, "probe"):
@@ -66,10 +67,7 @@ def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topolog
         bindings = compile_bindings(connection, transport, verify=intent.verify)
     with _timed(seconds, "bind"):
         fleet.bind(bindings)
-    fleet.intent, fleet.topology, fleet.connection = intent, topology, connection
-    fleet.engines = {
-        group: Engine(incarnations(steps.rosters[group]), digests[group], fleet.version_of(group)) for group in groups
-    }
+    fleet.connected(intent, topology, connection, digests)
     for group in groups:
         steps.end(group, None)
     report = _describe(connection, intent, transport, seconds, len({d for each in digests.values() for d in each}))

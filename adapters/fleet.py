@@ -19,6 +19,7 @@ from adapters.verification import cells_of
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
 from transfer_exec.compiler import Compiler
+from transfer_exec.errors import UnheldError
 from transfer_exec.topology import Topology
 
 __all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations", "is_complete"]
@@ -71,8 +72,10 @@ class Fleet:
         Connected engines by group.
     intent, topology, connection
         Of the connect that succeeded last; None before.
+    trainers
+        Incarnations of the trainers of that connect.
     bindings
-        Of that connection, by worker.
+        Of the connection, by worker.
     bound
         Whether every worker is bound to it and able to run.
     """
@@ -85,14 +88,19 @@ class Fleet:
         self.intent: ConnectIntent | None = None
         self.topology: Topology | None = None
         self.connection: Connection | None = None
+        self.trainers: dict[str, str] = {}
         self.bindings: dict[str, Binding] = {}
         self.bound = False
+        self._routed: set[str] = set()
 
     def ranks(self, group: str) -> tuple[str, ...]:
         """Worker names of a group in rank order."""
         if group == TRAINERS:
             return self._trainers
-        return tuple(f"{group}/{rank}" for rank in range(self._steps.rosters[group].world_size))
+        roster = self._steps.rosters.get(group)
+        # One that was lost since it answered had as many ranks as when it was connected.
+        size = len(self.engines[group].digests) if roster is None else roster.world_size
+        return tuple(f"{group}/{rank}" for rank in range(size))
 
     def members(self, groups: Iterable[str]) -> list[Member]:
         """Members of the trainers and of some engines."""
@@ -141,13 +149,13 @@ class Fleet:
     def bind(self, bindings: Mapping[str, Binding]) -> None:
         """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction."""
         self.bound = False
+        self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
         groups = sorted({group_of(worker) for worker in bindings}, key=natural_key)
-        bound = self.by_worker(
-            self._steps.run({group: tuple(bindings[worker].bind for worker in self.ranks(group)) for group in groups})
-        )
+        binds = {worker: each.bind for worker, each in bindings.items()}
+        bound = self.by_worker(self._steps.run({g: tuple(binds.get(w) for w in self.ranks(g)) for g in groups}))
         endpoints = {worker: result.endpoint for worker, result in bound.items() if isinstance(result, Bound)}
         attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
-        self._steps.run({group: tuple(attach[worker] for worker in self.ranks(group)) for group in groups})
+        self._steps.run({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
         self.bindings = dict(bindings)
         self.bound = True
 
@@ -169,13 +177,63 @@ class Fleet:
             raise LostWorkerError(f"{', '.join(gone)}: gone since connect; start it again and call connect")
         if gone:
             _log.warning("%s: gone since connect, left out from now on", ", ".join(gone))
-            needers = {w: m for w, m in self.connection.needers.items() if group_of(w) in groups}
-            self.connection = self.plan(self.intent, self.topology, self.connection.holders, needers)
-            transport = next(iter(self.bindings.values())).bind.transport
-            self.bindings = compile_bindings(self.connection, transport, verify=self.intent.verify)
-            self.bound = False
             self.engines = {group: self.engines[group] for group in groups}
+        self.route(groups)
         return groups
+
+    def route(self, groups: Sequence[str]) -> None:
+        """Plan for exactly these engines, and for the trainers that are there, unless the plan at hand is that.
+
+        Raises
+        ------
+        LostWorkerError
+            If the trainers that are there do not hold everything that the engines need.
+        """
+        assert self.connection is not None
+        assert self.intent is not None
+        there = {m.worker: m.incarnation for m in self._steps.rosters[TRAINERS].members}
+        gone = [w for w, incarnation in self.trainers.items() if there.get(w) != incarnation]
+        holders = {w: m for w, m in self.connection.holders.items() if w not in gone}
+        if holders.keys() == self.connection.holders.keys() and set(groups) == self._routed:
+            return
+        needers = {w: self.maps[d] for g in groups for w, d in zip(self.ranks(g), self.engines[g].digests, strict=True)}
+        try:
+            self.connection = self.plan(self.intent, self.topology, holders, needers)
+        except UnheldError as error:
+            if not gone:
+                raise
+            raise LostWorkerError(
+                f"{', '.join(gone)} is gone, and the other trainers do not hold everything: {error}; start it again "
+                "and call connect"
+            ) from error
+        if gone:
+            _log.warning("%s: gone since connect; the others hold everything and go on", ", ".join(gone))
+        transport = next(iter(self.bindings.values())).bind.transport
+        self.bindings = compile_bindings(self.connection, transport, verify=self.intent.verify)
+        self._routed = set(groups)
+        self.bound = False
+
+    def forget(self, groups: Iterable[str]) -> None:
+        """Leave engines out until a connect names them again."""
+        for group in groups:
+            self.engines.pop(group, None)
+            _log.warning("%s: left out of updates until a connect names it", group)
+
+    def connected(
+        self,
+        intent: ConnectIntent,
+        topology: Topology | None,
+        connection: Connection,
+        digests: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        """Take over what a connect has found and bound."""
+        rosters = self._steps.rosters
+        engines = {
+            g: Engine(incarnations(rosters[g]), d, self.version_of(g)) for g, d in digests.items() if g != TRAINERS
+        }
+        self.intent, self.topology, self.connection = intent, topology, connection
+        self.engines, self._routed = engines, set(engines)
+        self.trainers = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
 
 
 def compile_bindings(connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:

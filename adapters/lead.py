@@ -95,6 +95,7 @@ class GroupLead:
         self._results: dict[str, Result | None] = {}
         self._agreements = 0
         self._values: dict[str, int] = {}
+        self._acting = self._ranks
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class GroupLead:
         if self._members.pop(worker, None) is None:
             return
         self._to_conductor(self.roster())
-        if self._txn:
+        if self._txn and worker in self._acting:
             self._fail(Failure(LostWorkerError.__name__, worker, f"lost during {self._phase()}: {reason}"))
 
     # From the conductor
@@ -131,13 +132,15 @@ class GroupLead:
                 if self._can_begin():
                     self._propose(self._polls.begin({self._ranks[0]: self._own_counter()}))
             case Relay(txn, step, deadline_s, duties):
-                self._open(txn, step, duties[0], deadline_s)
+                each = dict(zip(self._ranks, duties if len(duties) > 1 else duties * len(self._ranks), strict=False))
+                acting = {rank: duty for rank, duty in each.items() if duty is not None}
+                self._open(txn, step, next(iter(acting.values()), None), deadline_s)
+                self._acting = tuple(acting)
                 if len(duties) not in (1, len(self._ranks)):
                     text = f"{len(duties)} duties for the {len(self._ranks)} ranks of {self._group}"
                     self._fail(Failure(UsageError.__name__, self._ranks[0], text))
                 elif self._can_begin():
-                    each = duties if len(duties) > 1 else duties * len(self._ranks)
-                    for rank, duty in zip(self._ranks, each, strict=True):
+                    for rank, duty in acting.items():
                         self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty))
             case Cancel():
                 for rank in self._ranks:
@@ -169,7 +172,9 @@ class GroupLead:
                         self._commit(reply)
             case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step == LEFT:
                 self._fail(failure)
-            case Answer(txn, step, result, failure) if txn == self._txn and step == self._step and step > 0:
+            case Answer(txn, step, result, failure) if (
+                txn == self._txn and step == self._step and step > 0 and worker in self._acting
+            ):
                 self._results[worker] = result
                 if failure is not None:
                     self._note_failure(failure)
@@ -186,7 +191,7 @@ class GroupLead:
         if self._held is not None:
             self._fail(self._held)
             return
-        late = self._polls.waiting_for if self._step == 0 else [r for r in self._ranks if r not in self._results]
+        late = self._polls.waiting_for if self._step == 0 else [r for r in self._acting if r not in self._results]
         text = f"{self._phase()}: no answer from {', '.join(late)} within {self._deadline_s:g} s"
         if self._step == 1:
             text += "; every rank must call the adapter once per step, and its last call must return"
@@ -200,12 +205,13 @@ class GroupLead:
             self._early_failure = None
         self._txn, self._step, self._duty = txn, step, duty
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
+        self._acting = self._ranks
         self._results = {}
         self._held = None
 
     def _can_begin(self) -> bool:
         """Whether every rank is there and still takes part; otherwise the step has failed."""
-        missing = [rank for rank in self._ranks if rank not in self._members]
+        missing = [rank for rank in self._acting if rank not in self._members]
         if missing:
             text = f"{', '.join(missing)} of {self._group} not there at {self._phase()}"
             self._fail(Failure(LostWorkerError.__name__, missing[0], text))
@@ -224,13 +230,13 @@ class GroupLead:
         self._gather()
 
     def _gather(self) -> None:
-        if self._step is None or len(self._results) < len(self._ranks):
+        if self._step is None or len(self._results) < len(self._acting):
             return
         if self._held is not None:
             self._fail(self._held)
         else:
             step, self._step = self._step, None
-            results = tuple(self._results[rank] for rank in self._ranks)
+            results = tuple(self._results.get(rank) for rank in self._ranks)
             self._to_conductor(Gathered(self._group, self._txn, step, results, None))
 
     def _note_failure(self, failure: Failure) -> None:
@@ -264,7 +270,7 @@ class GroupLead:
         if number != self._agreements + 1:
             return
         self._values[worker] = value
-        if len(self._values) == len(self._ranks):
+        if len(self._values) == len(self._acting):
             largest = max(self._values.values())
             self._agreements, self._values = number, {}
             for rank in self._ranks:

@@ -36,8 +36,8 @@ MAX_SMALL_MESSAGE_BYTES = 1 << 20
 """Limit of the messages that carry neither maps nor programs."""
 
 
-Duties: TypeAlias = Annotated[tuple[Duty, ...], msgspec.Meta(min_length=1)]
-"""One for all ranks, or one each in rank order."""
+Duties: TypeAlias = Annotated[tuple[Duty | None, ...], msgspec.Meta(min_length=1)]
+"""One for all ranks, or one each in rank order; a rank without one takes no part."""
 
 LEFT = -1
 """Step number in the answer of a rank that leaves a transaction between or inside its duties."""

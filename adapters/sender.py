@@ -26,7 +26,7 @@ from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
 from adapters.duty_messages import Transfer
-from adapters.failures import ClosedError, Failure, UsageError, failure_of, raise_failure
+from adapters.failures import Failure, StaleError, UsageError, failure_of, raise_failure
 from adapters.messages import ConnectIntent, End, SendIntent
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
@@ -334,7 +334,8 @@ class SenderAdapter:
         duties.stalled_since = called_at
         outcome = session.serve(duties.perform, after=session.call(intent, data, failure), until=Transfer)
         if isinstance(outcome, End):
-            raise_failure(outcome.failure or Failure(ClosedError.__name__, "", "the update ended before it began"))
+            late = "took no part: it came after the last connect; call connect on every trainer rank"
+            raise_failure(outcome.failure or Failure(StaleError.__name__, self._station.worker, late))
         path = trace if self._rank == 0 else None
         self._pending = PendingUpdate(version, outcome, session, patience_s=4 * self._deadline_s, trace=path)
         return self._pending

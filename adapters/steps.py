@@ -39,8 +39,8 @@ class _Stopping(Enum):
 STOP: Final = _Stopping.STOP
 """Said to an engine: bring your ranks to one poll."""
 
-Say: TypeAlias = tuple[Duty, ...] | Literal[_Stopping.STOP]
-"""One duty for all ranks of a group, one each in rank order, or `STOP`."""
+Say: TypeAlias = tuple[Duty | None, ...] | Literal[_Stopping.STOP]
+"""One duty for all ranks of a group, one each in rank order (None: takes no part), or `STOP`."""
 
 Results: TypeAlias = dict[str, tuple[Result | None, ...]]
 """Group -> results in rank order."""
@@ -79,6 +79,8 @@ class Steps:
         Trainers that have called and wait, and what.
     gone
         Trainers that had joined and were lost.
+    idle
+        Trainers that take no part in what all are told.
     """
 
     def __init__(
@@ -99,7 +101,10 @@ class Steps:
         self._engaged: dict[str, None] = {}
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
+        # Trainers that joined since the last end: what they call cannot be meant for a transaction before it.
+        self._fresh: set[str] = set()
         self.gone: set[str] = set()
+        self.idle: set[str] = set()
 
     @property
     def deadline_s(self) -> float:
@@ -178,6 +183,7 @@ class Steps:
         if group == TRAINERS:
             self._last_ended = self._txn
             self.calls = {}
+            self._fresh = set()
 
     def end_all(self, failure: Failure) -> None:
         """End it for every group that has not been told yet, the trainers last: they may call again at once."""
@@ -198,6 +204,9 @@ class Steps:
                 self._send(group, Stop(self._txn, self._deadline_s))
             else:
                 waiting[group] = self._step
+                if group == TRAINERS and self.idle and len(what) == 1:
+                    size = self.rosters[TRAINERS].world_size
+                    what = tuple(None if f"{group}/{rank}" in self.idle else what[0] for rank in range(size))
                 self._send(group, Relay(self._txn, self._step, self._deadline_s, what))
         return waiting
 
@@ -234,7 +243,7 @@ class Steps:
             case GroupLost(group, _):
                 self.rosters.pop(group, None)
             case Call(worker=worker, after=after):
-                if after >= self._last_ended:
+                if after >= self._last_ended or (after == 0 and worker in self._fresh):
                     self.calls[worker] = item
                 else:
                     # Its rank takes the end of that transaction for the answer to this call; one that is new here
@@ -247,6 +256,8 @@ class Steps:
     def _note_trainers(self, roster: Roster) -> None:
         before = self.rosters.get(TRAINERS)
         there = {member.worker for member in roster.members}
+        known = {(m.worker, m.incarnation) for m in (before.members if before else ())}
+        self._fresh |= {m.worker for m in roster.members if (m.worker, m.incarnation) not in known}
         self.gone = (
             self.gone | {m.worker for m in (before.members if before else ()) if m.worker not in there}
         ) - there

@@ -4,8 +4,9 @@
 
     trainers digest | engines stop at one poll and prepare | transfer | compare digests | install | publish
 
-Until the transfer nothing is written anywhere and any failure ends the update for everybody. From then on every engine
-is judged by itself: those that have all bytes, and the right ones, get the version; the others are torn if written.
+Every engine is judged by itself. Until the transfer nothing is written: one that refuses, hangs or is lost is left out,
+and the others get a plan without it. From then on those that have all bytes, and the right ones, get the version; the
+others are torn if written. A failure of the trainers ends the update for everybody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from adapters.duty_messages import Assess, Assessed, Install, Prepare, Prepared, Publish, Result, Transfer, Transferred
-from adapters.failures import Failure, VerificationError, VersionError, failure_of
+from adapters.failures import Failure, VerificationError, VersionError, failure_of, raise_failure
 from adapters.fleet import Fleet
 from adapters.planning import Connection, group_of
 from adapters.steps import STOP, TRAINERS, Say, Steps
@@ -24,6 +25,12 @@ from adapters.verification import Digests, check_digests, check_holders
 __all__ = ["update"]
 
 _ASSESS_WITHIN_S = 5.0
+
+_FROZEN_LEAD_S = 2.0
+"""Beyond the deadline, which leads keep themselves; the engines that wait are patient for somewhat longer."""
+
+_SILENT = ("DeadlineError", "LostWorkerError")
+"""Failures of engines that are not waited for again, until a connect names them."""
 
 
 def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: bool) -> None:
@@ -42,37 +49,81 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     connection, intent = fleet.connection, fleet.intent
     assert connection is not None
     assert intent is not None
+    refused: dict[str, Failure] = {}
     prepare: Say = (Prepare(version, metadata),)
+    holding: dict[str, Result | None] = {}
     if fleet.bound:
         # Before the engines stop: trainers' digests take a while, and nobody else need wait for them.
-        holding = fleet.by_worker(steps.run({TRAINERS: prepare}))
-        steps.run(dict.fromkeys(groups, STOP))
-    else:
-        steps.run(dict.fromkeys(groups, STOP))
-        fleet.bind(fleet.bindings)
-        holding = fleet.by_worker(steps.run({TRAINERS: prepare}))
-    sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
-    check_holders(connection.correspondence, sent)
-    prepared = fleet.by_worker(steps.run(dict.fromkeys(groups, prepare)))
+        holding = _hold(fleet, steps, prepare)
+    for say in (STOP, prepare):
+        groups, prepared = _go_on(fleet, steps, groups, say, refused)
+        if not fleet.bound:
+            fleet.bind(fleet.bindings)
+            holding = _hold(fleet, steps, prepare)
     if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
         fleet.bind(fleet.bindings)
+    connection = fleet.connection
+    sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
     fleet.bound = False  # until it is over: after a failure executors must be made anew
     results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version, trace),)), cancel=True)
     moved = fleet.by_worker(results)
     failures |= _compare(connection, sent, moved, [group for group in groups if group in results])
     for duty in (Install(version), Publish(version)):
         left = [group for group in groups if group not in failures]
-        results, refused = steps.run_each(dict.fromkeys(left, (duty,)), cancel=False)
-        failures |= refused
+        results, failed = steps.run_each(dict.fromkeys(left, (duty,)), cancel=False)
+        failures |= failed
     for group in results:
         fleet.engines[group] = replace(fleet.engines[group], version=version)
         steps.end(group, None)
-    if failures:
-        _give_up(steps, _joined(version, failures, list(results)), [group for group in groups if group in failures])
+    fleet.bound = not failures
+    if failures or refused:
+        failure = _joined(version, refused | failures, list(results))
+        if results:
+            fleet.forget(group for group, why in (refused | failures).items() if why.kind in _SILENT)
+        _give_up(steps, failure, [group for group in groups if group in failures])
         return
-    fleet.bound = True
     report = gather_report(connection, holding, moved, fleet.by_worker(results), verify=intent.verify)
     steps.end(TRAINERS, None, report_bytes(report))
+
+
+def _hold(fleet: Fleet, steps: Steps, prepare: Say) -> dict[str, Result | None]:
+    """Let the trainers digest what they will send; replicas that differ are not sent."""
+    holding = fleet.by_worker(steps.run({TRAINERS: prepare}))
+    sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
+    assert fleet.connection is not None
+    check_holders(fleet.connection.correspondence, sent)
+    return holding
+
+
+def _go_on(
+    fleet: Fleet, steps: Steps, groups: Sequence[str], say: Say, refused: dict[str, Failure]
+) -> tuple[list[str], dict[str, Result | None]]:
+    """Say something to the engines before anything is written, and go on with those that can.
+
+    An engine that refuses, hangs or is lost is told and left out; there is a plan without it then, which nobody is
+    bound to yet.
+
+    Returns
+    -------
+    list of str, dict
+        The engines that are left, and what their ranks answered.
+
+    Raises
+    ------
+    TransferError
+        The first engine's failure, if none is left.
+    """
+    results, failures = steps.run_each(
+        dict.fromkeys(groups, say), cancel=False, within_s=steps.deadline_s + _FROZEN_LEAD_S
+    )
+    left = [group for group in groups if group in results]
+    if not left:
+        raise_failure(next(iter(failures.values())))
+    for group, failure in failures.items():
+        steps.end(group, failure)
+    refused |= failures
+    fleet.route(left)
+    return left, fleet.by_worker(results)
 
 
 def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:

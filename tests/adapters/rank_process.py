@@ -30,6 +30,7 @@ class Job:
     checkpoint: Path
     deadline_s: float
     step_s: float = 0.0
+    replicas: bool = False
 
 
 def main(pipe: Connection, group: str, rank: int, world_size: int) -> None:
@@ -59,7 +60,7 @@ class Trainer:
         self._pending: PendingUpdate
 
     def join(self, job: Job) -> None:
-        self._holding = trainer(self._rank, self._world_size)
+        self._holding = trainer(0, 1) if job.replicas else trainer(self._rank, self._world_size)
         self._sender = SenderAdapter(
             self._holding.load_weights,
             self._holding.parameters,

@@ -192,15 +192,18 @@ def test_a_rollout_killed_before_anything_moved(fleet: Fleet, job: Job) -> None:
     victim.kill()
     victim.join()
     for name in TRAINERS:
-        answer = fleet.answer(name)
-        assert answer[:2] == ("error", "LostWorkerError"), answer
-        assert "engine/a/1: lost during agreeing on a poll" in str(answer[2])
+        assert fleet.answer(name)[0] == "fine"
+    for kind, text in fleet.errors(TRAINERS, "result", None).values():
+        assert kind == "LostWorkerError"
+        assert "version 2: engine/a/1: lost during agreeing on a poll" in text
+        assert "engine/b has version 2" in text
     assert time.monotonic() - started < job.deadline_s / 2
-    seen = wait_until(fleet, ("a/0", "b/0"), state="idle", version=1)
-    assert all(one["errors"] == [] for one in seen.values())
-    fleet.ask(TRAINERS, "send", 2, None)
-    fleet.ask(TRAINERS, "result", None)
     assert fleet.ask(("b/0",), "holds", 2) == {"b/0": True}
+    seen = wait_until(fleet, ("a/0",), state="idle", version=1)
+    assert seen["a/0"]["errors"] == []
+    fleet.ask(TRAINERS, "send", 3, None)
+    fleet.ask(TRAINERS, "result", None)
+    assert fleet.ask(("b/0",), "holds", 3) == {"b/0": True}
     fleet.ask((*TRAINERS, "a/0", "b/0"), "leave")
 
 
@@ -240,14 +243,29 @@ def test_a_frozen_rollout_is_an_error_within_the_deadline(fleet: Fleet, job: Job
     os.kill(victim.pid, signal.SIGSTOP)
     started = time.monotonic()
     try:
-        errors = fleet.errors(TRAINERS, "send", 1, None)
+        fleet.ask(TRAINERS, "send", 1, None)
+        errors = fleet.errors(TRAINERS, "result", None)
+        assert time.monotonic() - started < job.deadline_s + 12
+        for kind, text in errors.values():
+            assert kind in ("DeadlineError", "LostWorkerError")
+            assert "version 1" in text
+            assert "engine/b" in text
+            assert "engine/a has version 1" in text
+        # The next update does not wait for it.
+        started = time.monotonic()
+        fleet.ask(TRAINERS, "send", 2, None)
+        fleet.ask(TRAINERS, "result", None)
+        assert time.monotonic() - started < job.deadline_s / 2
     finally:
         os.kill(victim.pid, signal.SIGCONT)
-    assert time.monotonic() - started < job.deadline_s + 12
-    for kind, text in errors.values():
-        assert kind in ("DeadlineError", "LostWorkerError")
-        assert "engine/b" in text
-    assert fleet.ask(("a/0", "a/1"), "untouched") == {"a/0": True, "a/1": True}
+    assert fleet.ask(("a/0", "a/1"), "holds", 2) == {"a/0": True, "a/1": True}
+    # It is back, and takes part again once a connect has named it.
+    assert fleet.ask(("b/0",), "untouched") == {"b/0": True}
+    fleet.ask(TRAINERS, "connect", ["b"], 64)
+    wait_until(fleet, ("b/0",), ready=False)
+    fleet.ask(TRAINERS, "send", 3, None)
+    fleet.ask(TRAINERS, "result", None)
+    wait_until(fleet, ROLLOUTS, ready=True, version=3)
     fleet.ask((*TRAINERS, *ROLLOUTS), "leave")
 
 
@@ -264,3 +282,38 @@ def test_a_killed_trainer_releases_everybody(fleet: Fleet, job: Job) -> None:
     assert fleet.ask(ROLLOUTS, "untouched") == dict.fromkeys(ROLLOUTS, True)
     wait_until(fleet, ROLLOUTS, state="idle", errors=[])
     fleet.ask(("trainer/0", *ROLLOUTS), "leave")
+
+
+def test_a_killed_replica_is_done_without_if_the_others_hold_everything(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.start()
+    job = Job(tmp_path / "meeting", write_checkpoint(tmp_path / "checkpoint"), deadline_s=15.0, replicas=True)
+    fleet.ask((*TRAINERS, *ROLLOUTS), "join", job)
+    fleet.ask(TRAINERS, "connect", ["a", "b"], 64)
+    fleet.ask(TRAINERS, "send", 1, None)
+    fleet.ask(TRAINERS, "result", None)
+    fleet.tell("trainer/0", "send", 2, None)
+    time.sleep(0.2)
+    started = time.monotonic()
+    fleet.processes["trainer/1"].kill()
+    fleet.processes["trainer/1"].join()
+    assert fleet.answer("trainer/0")[0] == "fine"
+    received = fleet.ask(("trainer/0",), "result", None)["trainer/0"]
+    assert "trainer/1" not in received  # type: ignore[operator]
+    assert time.monotonic() - started < job.deadline_s
+    for version in (3, 4):
+        fleet.ask(("trainer/0",), "send", version, None)
+        fleet.ask(("trainer/0",), "result", None)
+        wait_until(fleet, ROLLOUTS, version=version, state="idle", ready=True)
+        assert fleet.ask(ROLLOUTS, "holds", version) == dict.fromkeys(ROLLOUTS, True)
+    # Started again, it takes part once all trainers have called connect.
+    fleet.start()
+    fleet.ask(("trainer/1",), "join", job)
+    fleet.tell("trainer/1", "connect", ["a", "b"], 64)
+    time.sleep(1.0)  # until then it is gone for trainer/0
+    fleet.ask(("trainer/0",), "connect", ["a", "b"], 64)
+    assert fleet.answer("trainer/1")[0] == "fine"
+    fleet.ask(TRAINERS, "send", 5, None)
+    received = fleet.ask(TRAINERS, "result", None)["trainer/0"]
+    assert "trainer/1" in received  # type: ignore[operator]
+    assert fleet.ask(ROLLOUTS, "holds", 5) == dict.fromkeys(ROLLOUTS, True)
+    fleet.ask((*TRAINERS, *ROLLOUTS), "leave")

@@ -207,8 +207,8 @@ def test_bits_that_change_on_the_way_are_found(tmp_path: Path) -> None:
         assert executor is not None
         run = executor.run
 
-        def spoil(version: int) -> object:
-            report = run(version)
+        def spoil(version: int, *, trace: bool) -> object:
+            report = run(version, trace=trace)
             crew.rollouts["a/0"].holding.tensors["stack"][1, 2, 3] += 1
             return report
 
