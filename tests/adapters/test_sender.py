@@ -19,7 +19,7 @@ from adapters.failures import (
     VersionError,
 )
 from adapters.sender import SenderAdapter
-from layout_algebra.errors import CorrespondenceError, LoaderRaisedError, LoaderWroteNothingError, UnsupportedDtypeError
+from layout_algebra.errors import CorrespondenceError, LoaderRaisedError, LoaderWroteNothingError
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.crew import Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, copy_of, rollout, same_bits, trainer, weights
@@ -273,13 +273,6 @@ def test_a_forked_child_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(UsageError, match="used in its forked child 1"):
                 crew.senders[0].send_weights(1)
         crew.send(1)
-
-
-def test_a_dtype_that_cannot_be_probed(tmp_path: Path) -> None:
-    space = CheckpointSpace([TensorSpec("w", (4,), "C64")])
-    held = Holding({"w": torch.zeros(4, dtype=torch.complex64)}, lambda live, pairs: None)
-    with Crew(tmp_path, [held], {"a": [held.fresh()]}, checkpoint=space) as crew:
-        check_refused(crew, lambda sender, rank: sender.connect(["a"]), UnsupportedDtypeError, "w")
 
 
 def test_wider_holders_need_cast(tmp_path: Path) -> None:
