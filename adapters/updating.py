@@ -46,8 +46,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
         known = fleet.engines[group].version
         if known is not None and version <= known:
             raise VersionError(f"version {version} is not newer than {known}, which {group} has; they must grow")
-    connection, intent = fleet.connection, fleet.intent
-    assert connection is not None
+    intent = fleet.intent
     assert intent is not None
     refused: dict[str, Failure] = {}
     prepare: Say = (Prepare(version, metadata),)
@@ -62,7 +61,8 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
             holding = _hold(fleet, steps, prepare)
     if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
         fleet.bind(fleet.bindings)
-    connection = fleet.connection
+    connection = fleet.connection  # without those that were left out
+    assert connection is not None
     sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
     fleet.bound = False  # until it is over: after a failure executors must be made anew
     results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version, trace),)), cancel=True)
