@@ -43,19 +43,35 @@ class HopTable:
 
     @staticmethod
     def of(routes: Sequence[Route], workers: Sequence[str]) -> HopTable:
-        """Look at every hop once; workers are numbered in the order given."""
+        """Look at every hop once; workers are numbered in the order given.
+
+        Routes of one plan share the objects of equal hops, so names are looked up once for each object.
+        """
         number = {worker: position for position, worker in enumerate(workers)}
         counts = np.array([len(route.hops) for route in routes], dtype=np.int64)
-        total = int(counts.sum())
+        distinct = {id(hop): hop for route in routes for hop in route.hops}
+        place = dict(zip(distinct, range(len(distinct)), strict=True))
+        everywhere = map(id, chain.from_iterable(route.hops for route in routes))
+        which = np.fromiter(map(place.__getitem__, everywhere), dtype=np.int64, count=int(counts.sum()))
 
         def column(values: Iterator[int]) -> IdArray:
-            return np.fromiter(values, dtype=np.int64, count=total)
+            return np.fromiter(values, dtype=np.int64, count=len(distinct))[which]
 
-        stages, sources, targets = (chain.from_iterable(route.hops for route in routes) for _ in range(3))
         return HopTable(
             counts=counts,
             route=np.repeat(np.arange(len(routes)), counts),
-            stage=column(hop.stage._value_ for hop in stages),
-            source=column(number.get(hop.source, -1) for hop in sources),
-            target=column(number.get(hop.target, -1) for hop in targets),
+            stage=column(hop.stage._value_ for hop in distinct.values()),
+            source=column(number.get(hop.source, -1) for hop in distinct.values()),
+            target=column(number.get(hop.target, -1) for hop in distinct.values()),
         )
+
+    def chunks(self, routes: int) -> Iterator[tuple[int, HopTable]]:
+        """The hops of so many routes at a time, which count from 0 in each table, and the first one's number."""
+        ends = np.cumsum(self.counts)
+        for first in range(0, len(self.counts), routes):
+            counts = self.counts[first : first + routes]
+            rows = slice(int(ends[first] - counts[0]), int(ends[first + len(counts) - 1]))
+            yield (
+                first,
+                HopTable(counts, self.route[rows] - first, *(c[rows] for c in (self.stage, self.source, self.target))),
+            )

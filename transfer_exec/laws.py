@@ -21,10 +21,13 @@ from transfer_exec.errors import PlanError
 from transfer_exec.tiles import Share, Tile, TileTable, tiles_of_runs
 
 if TYPE_CHECKING:
+    from transfer_exec.hops import HopTable
     from transfer_exec.plan import Plan, Route
     from transfer_exec.schedule import Groups
 
 _RECEIVE, _EXTERNAL, _INTERNAL = 0, 1, 2
+_CELLS = 1 << 22
+"""Routes times workers looked at in one step."""
 
 
 def check_structure(plan: Plan) -> None:
@@ -178,23 +181,31 @@ def _check_groups(plan: Plan, groups: Groups) -> None:
 
 def _hops_follow(plan: Plan) -> bool:
     """Whether ``_check_hops`` will find nothing, for all hops at once."""
-    hops, workers = plan.hops, len(plan.workers)
+    workers = len(plan.workers)
     number = {worker: position for position, worker in enumerate(plan.holders)}
     holders = np.array([number.get(route.holder, -1) for route in plan.routes], dtype=np.int64)
+    hops = plan.hops
     if bool(np.any(holders < 0) or np.any(hops.counts == 0) or np.any(hops.source < 0) or np.any(hops.target < 0)):
         return False
+    at_once = max(1, _CELLS // max(1, workers))
+    return all(_chunk_follows(plan, part, holders[first : first + at_once]) for first, part in hops.chunks(at_once))
+
+
+def _chunk_follows(plan: Plan, hops: HopTable, holders: IdArray) -> bool:
+    """The same for the hops of some routes, with the routes' holders."""
+    workers = len(plan.workers)
     holder, node = holders[hops.route], np.array(plan.nodes, dtype=np.int64)
     cluster = np.array(plan.clusters or (0,) * workers, dtype=np.int64)
     place = np.arange(len(hops.route))
     # Every worker gets a route once, and sends it on only after that; a holder has it from the start.
     got = hops.route * workers + hops.target
-    order = np.argsort(got)
-    if bool(np.any(got[order[1:]] == got[order[:-1]]) or np.any(hops.target < len(plan.holders))):
+    when = np.full(len(holders) * workers, -1, dtype=np.int64)
+    when[got] = place
+    if bool(np.any(when[got] != place) or np.any(hops.target < len(plan.holders))):
         return False
-    at = np.searchsorted(got[order], hops.route * workers + hops.source)
-    before = order[np.minimum(at, len(order) - 1)]
+    before = when[hops.route * workers + hops.source]
     packs = hops.source == holder
-    if bool(np.any(~packs & ((got[before] != hops.route * workers + hops.source) | (before >= place)))):
+    if bool(np.any(~packs & ((before < 0) | (before >= place)))):
         return False
     begins = np.cumsum(hops.counts) - hops.counts
     falls = np.diff(hops.stage) < 0
@@ -215,7 +226,7 @@ def _hops_follow(plan: Plan) -> bool:
     root = hops.target[outer][first][which]
     opens = np.zeros(len(outer), dtype=bool)
     opens[first] = True
-    receiver = np.full(len(plan.routes), -1, dtype=np.int64)
+    receiver = np.full(len(holders), -1, dtype=np.int64)
     receiver[hops.route[receives]] = hops.target[receives]
     external = ~receives[outer]
     expected = np.where(opens, receiver[hops.route[outer]], root)

@@ -52,8 +52,12 @@ def balance_nodewise(demands: Sequence[Demand], links: Links, unit_s: float) -> 
     fixed = link_loads(demands, outer, links)
     divided: list[dict[int, _Inside]] = [{} for _ in demands]
     known: dict[bytes, Solution] = {}
-    for node in sorted({site.node for demand in demands for site in demand.remote}):
-        inside = _InsideNode(node, demands, incoming, fixed, links, unit_s)
+    comes: dict[int, list[tuple[int, Demand, int]]] = {}
+    for number, demand in enumerate(demands):
+        for position, site in enumerate(demand.remote):
+            comes.setdefault(site.node, []).append((number, demand, position))
+    for node, here in sorted(comes.items()):
+        inside = _InsideNode(node, here, incoming, fixed, links, unit_s)
         key = inside.program.key()
         if key not in known:
             found = inside.program.solve(enough_s=solution.longest_s)
@@ -167,7 +171,7 @@ class _InsideNode:
     def __init__(
         self,
         node: int,
-        demands: Sequence[Demand],
+        here: Sequence[tuple[int, Demand, int]],
         incoming: Sequence[dict[Role, dict[int, float]]],
         fixed: dict[int, float],
         links: Links,
@@ -175,12 +179,6 @@ class _InsideNode:
     ) -> None:
         self.program = LevelProgram(speeds=links.bytes_per_s.tolist(), groups=links.groups, unit_s=unit_s)
         self._columns: dict[int, dict[Role, dict[int, int]]] = {}
-        here = [
-            (number, demand, position)
-            for number, demand in enumerate(demands)
-            for position, site in enumerate(demand.remote)
-            if site.node == node
-        ]
         total = sum(demand.bytes for _, demand, _ in here)
         doors = here[0][1].remote[here[0][2]].doors
         used = {table[door] for door in doors for table in (links.egress, links.ingress, links.local_egress)}

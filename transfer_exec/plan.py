@@ -17,7 +17,7 @@ Plans are values: the same demand on the same cluster gives the same plan and th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -140,6 +140,8 @@ class Plan:
         Cluster number of every worker of ``holders + needers``; left out where there is one cluster.
     groups
         Ids that stay together and the round of each; by default every route is cut into equal parts.
+    table
+        ``HopTable.of(routes, workers)`` if somebody has it already; it takes long for large plans.
     """
 
     space_digest: str
@@ -155,13 +157,16 @@ class Plan:
     load_s: float
     clusters: tuple[int, ...] = ()
     groups: Groups | None = None
+    table: InitVar[HopTable | None] = None
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Holders, then needers."""
         return self.holders + self.needers
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, table: HopTable | None) -> None:
+        if table is not None:
+            self.__dict__["hops"] = table
         check_structure(self)
 
     @cached_property

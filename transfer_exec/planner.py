@@ -90,9 +90,10 @@ def make_plan(
     bound = lower_bound(demands, links)
     division = balance(demands, links, bound_s=bound.seconds)
     routes = make_routes(correspondence, demands, division.shares, links)
-    load_s = largest_load_s(routes, links)
+    hops = HopTable.of(routes, links.workers)
+    load_s = largest_load_s(routes, links, hops)
     at_least = 1 if round_overhead_s is None else rounds_worth(load_s, round_overhead_s, depth)
-    groups, rounds = None, count_rounds(routes, buffer_bytes, at_least=at_least)
+    groups, rounds = None, count_rounds(routes, buffer_bytes, at_least=at_least, hops=hops)
     if keep_together is not None:
         groups, rounds = group_rounds(routes, correspondence.space, keep_together, buffer_bytes, at_least=at_least)
     plan = Plan(
@@ -110,22 +111,27 @@ def make_plan(
         load_s=load_s,
         clusters=links.cluster if links.between else (),
         groups=groups,
+        table=hops,
     )
     check_demand(plan, correspondence)
     return plan
 
 
-def largest_load_s(routes: Sequence[Route], links: Links) -> float:
-    """The longest time, bytes over bandwidth, that any link needs for these routes."""
-    loads = np.zeros(len(links.bytes_per_s))
-    hops = HopTable.of(routes, links.workers)
-    carried = np.array([route.bytes for route in routes], dtype=np.float64)
-    # Hops between the same two workers load the same links.
-    pairs, which = np.unique(hops.source * len(links.workers) + hops.target, return_inverse=True)
-    sums = np.bincount(which, carried[hops.route], minlength=len(pairs)).tolist()
-    for pair, count in zip(pairs.tolist(), sums, strict=True):
-        for link in links.crossed(*divmod(pair, len(links.workers))):
-            loads[link] += count
+def largest_load_s(routes: Sequence[Route], links: Links, hops: HopTable) -> float:
+    """The longest time, bytes over bandwidth, that any link needs for these routes and their hops."""
+    count = len(links.bytes_per_s)
+    carried = np.array([route.bytes for route in routes], dtype=np.float64)[hops.route]
+    node, cluster = np.array(links.node), np.array(links.cluster)
+    inside = node[hops.source] == node[hops.target]
+    loads = np.zeros(count)
+    for ends, local, outer in (
+        (hops.source, links.local_egress, links.egress),
+        (hops.target, links.local_ingress, links.ingress),
+    ):
+        crossed = np.where(inside, np.array(local)[ends], np.array(outer)[ends])
+        loads += np.bincount(crossed, carried, minlength=count)
+    for (near, far), link in links.between.items():
+        loads[link] += carried[(cluster[hops.source] == near) & (cluster[hops.target] == far)].sum()
     return float((loads / links.bytes_per_s).max(initial=0.0))
 
 

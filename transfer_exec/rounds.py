@@ -10,6 +10,7 @@ from numbers import Integral
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
+from layout_algebra.runs import expand_ranges
 from transfer_exec.errors import BudgetError
 from transfer_exec.hops import HopTable
 from transfer_exec.plan import Route
@@ -69,12 +70,12 @@ def rounds_worth(load_s: float, round_overhead_s: float, depth: int) -> int:
     return min(_MOST_WORTH, max(1, round(math.sqrt(showing_s / round_overhead_s)))) if round_overhead_s else _MOST_WORTH
 
 
-def count_rounds(routes: Sequence[Route], buffer_bytes: int, *, at_least: int = 1) -> int:
+def count_rounds(routes: Sequence[Route], buffer_bytes: int, *, at_least: int = 1, hops: HopTable | None = None) -> int:
     """The smallest number of rounds, but ``at_least`` so many if there are so many elements, in which everything fits.
 
     In every round no worker may receive more than ``buffer_bytes`` in one stage, nor pack more distinct bytes. If
     the first 64 candidates fail, which takes many routes of few elements, later ones are tried in growing steps,
-    and the result is the smallest of those tried.
+    and the result is the smallest of those tried. ``hops`` are the routes' if somebody has them already.
 
     Raises
     ------
@@ -91,11 +92,11 @@ def count_rounds(routes: Sequence[Route], buffer_bytes: int, *, at_least: int = 
             f"{widest.item_bytes} bytes; give a buffer of at least {widest.item_bytes} bytes"
         )
     sizes = np.array([route.runs.elements for route in routes], dtype=np.int64)
-    buffers = Buffers.of(routes)
+    buffers = Buffers.of(routes, hops)
     enough = int(sizes.sum())
     rounds = max(1, min(at_least, enough), -(-int(buffers.use(sizes[:, None]).max()) // buffer_bytes))
     tried = 0
-    while rounds < enough and buffers.largest_use(sizes, rounds) > buffer_bytes:
+    while rounds < enough and not buffers.hold(sizes, rounds, buffer_bytes):
         tried += 1
         rounds += 1 if tried < _PATIENCE else max(1, rounds // _PATIENCE)
     return min(rounds, enough)
@@ -120,12 +121,13 @@ class Buffers:
     item_bytes: IdArray
 
     @staticmethod
-    def of(routes: Sequence[Route]) -> Buffers:
+    def of(routes: Sequence[Route], hops: HopTable | None = None) -> Buffers:
         """The buffers of some routes; at least one route."""
-        targets = {hop.target for route in routes for hop in route.hops}
-        names = sorted(targets | {route.holder for route in routes})
-        hops = HopTable.of(routes, names)
-        holder = np.searchsorted(names, [route.holder for route in routes])
+        if hops is None:
+            targets = {hop.target for route in routes for hop in route.hops}
+            hops = HopTable.of(routes, sorted(targets | {route.holder for route in routes}))
+        # Every route has hops, and its holder is the source of the first.
+        holder = hops.source[np.cumsum(hops.counts) - hops.counts]
         buffer = np.concatenate([4 * holder, 4 * hops.target + hops.stage + 1])
         order = np.argsort(buffer, kind="stable")
         entries = np.concatenate([np.arange(len(routes)), hops.route])[order]
@@ -139,12 +141,21 @@ class Buffers:
         used: IdArray = np.add.reduceat(entry_bytes, self.starts, axis=0)
         return used
 
-    def largest_use(self, sizes: IdArray, rounds: int) -> int:
-        """Most bytes in any buffer in any round, exactly, for routes of these many elements."""
+    def hold(self, sizes: IdArray, rounds: int, buffer_bytes: int) -> bool:
+        """Whether so many bytes suffice in every round, exactly, for routes of these many elements.
+
+        No round carries more of a route than its elements over the rounds, rounded up. Where that fits there is nothing
+        to count; the other buffers, few of many, are counted round by round.
+        """
+        full = np.flatnonzero(self.use(-(-sizes // rounds)[:, None])[:, 0] > buffer_bytes)
+        if not len(full):
+            return True
+        counts = np.diff(self.starts, append=len(self.routes))[full]
+        entries = expand_ranges(self.starts[full], counts)
+        these = Buffers(np.cumsum(counts) - counts, self.routes[entries], self.item_bytes[entries])
         schedule = Schedule.of(sizes, rounds)
-        step = max(1, _CELLS // len(self.routes))
-        largest = 0
-        for first in range(0, rounds, step):
-            counted = schedule.elements(first, min(first + step, rounds))
-            largest = max(largest, int(self.use(counted).max()))
-        return largest
+        step = max(1, _CELLS // len(entries))
+        return not any(
+            int(these.use(schedule.elements(first, min(first + step, rounds))).max()) > buffer_bytes
+            for first in range(0, rounds, step)
+        )

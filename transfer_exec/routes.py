@@ -44,8 +44,9 @@ def make_routes(
 ) -> tuple[Route, ...]:
     """The routes of a division, ascending by first id, then by holder."""
     routes: list[Route] = []
+    known: dict[int, Hop] = {}
     for group, demand, share in zip(correspondence.classes, demands, shares, strict=True):
-        cutter = _Cutter(demand, share, links)
+        cutter = _Cutter(demand, share, links, known)
         elements = group.runs.elements
         stops = cutter.stops()
         ranks = [(stop * elements + _WHOLE // 2) // _WHOLE for stop in stops]
@@ -82,8 +83,8 @@ def split_at(table: RunTable, stops: Sequence[int]) -> list[RunTable]:
 class _Cutter:
     """The choices of one class as lines, and the hops that a combination of choices means."""
 
-    def __init__(self, demand: Demand, share: Shares, links: Links) -> None:
-        self._demand, self._links = demand, links
+    def __init__(self, demand: Demand, share: Shares, links: Links, known: dict[int, Hop]) -> None:
+        self._demand, self._links, self._known = demand, links, known
         self._lines: list[_Line] = []
         self._clusters = demand.clusters
         if demand.remote:
@@ -115,12 +116,12 @@ class _Cutter:
             holder, first = way[:2]
             roots = dict(zip(self._clusters, way[2:], strict=False))
             entries = way[2 + len(roots) : 2 + len(roots) + len(sites)]
-            outer = [Hop(Stage.RECEIVE, names[holder], names[first])]
-            outer += [Hop(Stage.EXTERNAL, names[first], names[root]) for root in roots.values() if root != first]
+            outer = [self._hop(Stage.RECEIVE, holder, first)]
+            outer += [self._hop(Stage.EXTERNAL, first, root) for root in roots.values() if root != first]
             for site, entry in zip(sites, entries, strict=True):
                 root = roots[site.cluster]
                 if entry != root:
-                    outer.append(Hop(Stage.EXTERNAL, names[root], names[entry]))
+                    outer.append(self._hop(Stage.EXTERNAL, root, entry))
                 inner += self._fan_out(site, entry)
             by_holder[holder] = outer + inner
         sources = way[len(way) - len(self._demand.local) :]
@@ -131,12 +132,18 @@ class _Cutter:
     def _fan_out(self, site: Site, source: int) -> tuple[Hop, ...]:
         found = self._inside.get((site.node, source))
         if found is None:
-            names = self._links.workers
-            found = tuple(
-                Hop(Stage.INTERNAL, names[source], names[needer]) for needer in site.needers if needer != source
-            )
+            found = tuple(self._hop(Stage.INTERNAL, source, needer) for needer in site.needers if needer != source)
             self._inside[site.node, source] = found
         return found
+
+    def _hop(self, stage: Stage, source: int, target: int) -> Hop:
+        """One object for all equal hops of a plan: two workers have one stage in common at most."""
+        names = self._links.workers
+        key = source * len(names) + target
+        hop = self._known.get(key)
+        if hop is None:
+            hop = self._known[key] = Hop(stage, names[source], names[target])
+        return hop
 
 
 def _units(parts: Iterable[tuple[_Key, float]], whole: int) -> list[tuple[_Key, int]]:

@@ -19,6 +19,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.balance import balance
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import place_demand
+from transfer_exec.hops import HopTable
 from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Stage
@@ -233,7 +234,7 @@ def plan_by_nodes(demand: Correspondence, topology: Topology) -> Plan:
         lower_bound_s=bound.seconds,
         bound_link=bound.link,
         optimum_s=division.optimum_s,
-        load_s=largest_load_s(routes, links),
+        load_s=largest_load_s(routes, links, HopTable.of(routes, links.workers)),
         clusters=links.cluster,
     )
     check_demand(plan, demand)

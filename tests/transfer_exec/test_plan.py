@@ -16,7 +16,9 @@ from layout_algebra.runs import RunTable
 from layout_algebra.sealed_bytes import Packed, pack_table, seal
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from transfer_exec import laws
 from transfer_exec.errors import PlanBytesError, PlanError
+from transfer_exec.hops import HopTable
 from transfer_exec.laws import check_demand
 from transfer_exec.plan import Hop, Plan, Route, Stage
 from transfer_exec.schedule import Schedule
@@ -200,6 +202,29 @@ def test_a_node_that_holds_ids_does_not_get_them_by_network() -> None:
     plan_of(*twins, nodes=COLOCATED)
     with pytest.raises(PlanError, match="the same ids and different widths"):
         plan_of(twins[0], route(range(1, 3), Hop(INTERNAL, "t1", "a1"), holder="t1", item_bytes=4), nodes=COLOCATED)
+
+
+def test_laws_hold_piece_by_piece_of_a_large_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [route(range(1 + 2 * number, 3 + 2 * number), *FULL) for number in range(5)]
+    wrong = route(range(11, 13), FULL[0], Hop(EXTERNAL, "b1", "b0"))
+    for cells in (1, 12, 1 << 22):
+        monkeypatch.setattr(laws, "_CELLS", cells)
+        plan_of(*good)
+        with pytest.raises(PlanError, match=r"route 5 .* sends to b0 what it has not got yet"):
+            plan_of(*good, wrong)
+
+
+def test_hops_as_arrays_whether_routes_share_objects_or_not() -> None:
+    shared = [route(range(1, 3), *FULL), route(range(3, 5), *FULL[:3])]
+    apart = [replace(each, hops=tuple(Hop(*hop) for hop in each.hops)) for each in shared]
+    expected = [(hop.stage.value, hop.source, hop.target) for each in shared for hop in each.hops]
+    names = HOLDERS + NEEDERS
+    for routes in (shared, apart):
+        hops = HopTable.of(routes, names)
+        rows = zip(hops.stage.tolist(), hops.source.tolist(), hops.target.tolist(), strict=True)
+        assert [(stage, names[source], names[target]) for stage, source, target in rows] == expected
+        assert (hops.counts.tolist(), hops.route.tolist()) == ([4, 3], [0, 0, 0, 0, 1, 1, 1])
+    assert HopTable.of(shared, ("t0",)).target.tolist() == [-1] * 7
 
 
 def test_fields_that_contradict() -> None:

@@ -13,6 +13,7 @@ from plan_oracle import replay
 from transfer_exec.balance import balance
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import Demand, place_demand
+from transfer_exec.hops import HopTable
 from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan
@@ -70,7 +71,7 @@ def test_every_law_with_other_divisions(divide: Callable[[Sequence[Demand], Link
             lower_bound_s=bound.seconds,
             bound_link=bound.link,
             optimum_s=division.optimum_s,
-            load_s=largest_load_s(routes, links),
+            load_s=largest_load_s(routes, links, HopTable.of(routes, links.workers)),
             clusters=links.cluster,
         )
         check_demand(plan, demand)

@@ -12,6 +12,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.errors import PlanError, UnheldError
 from transfer_exec.planner import make_plan
 from transfer_exec.replan import change_workers, replan
+from transfer_exec.topology import Node, Topology
 
 thorough = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -74,3 +75,39 @@ def test_changes_that_make_no_sense(lost: list[str], joined: dict[str, str], wor
         change_workers(case.correspondence(), lost=lost, joined=joined)
     same = change_workers(case.correspondence(), lost=["engine/0/0"], joined={"engine/0/0": "engine/0/0"})
     assert same.needers == ("engine/0/0",)
+
+
+def test_an_engine_that_grew() -> None:
+    """Two ranks of halves become four of quarters, as another engine has them, then a replica of each joins."""
+    space = CheckpointSpace([TensorSpec("t", (8,), "F32")])
+    halves = {f"engine/0/{rank}": frozenset(range(1 + 4 * rank, 5 + 4 * rank)) for rank in range(2)}
+    quarters = [frozenset({1 + 2 * rank, 2 + 2 * rank}) for rank in range(4)]
+    held = {"trainer/0": frozenset(range(1, 9)), "trainer/1": frozenset(range(1, 9))}
+    other = {f"engine/1/{rank}": ids for rank, ids in enumerate(quarters)}
+    before = Case(space, held, {**halves, **other})
+    grown = Case(space, held, {**{f"engine/0/{rank}": ids for rank, ids in enumerate(quarters)}, **other})
+    doubled = Case(space, held, {f"engine/0/{4 + rank}": ids for rank, ids in enumerate(quarters)} | dict(grown.needed))
+
+    def cluster(size: int) -> Topology:
+        ranks = [f"engine/0/{rank}" for rank in range(size)]
+        return Topology(
+            Node.of(f"node{number}", workers, nic_bytes_per_s=1e9, local_bytes_per_s=4e9)
+            for number, workers in enumerate((held, ranks, other))
+        )
+
+    after, plan = replan(
+        before.correspondence(),
+        cluster(4),
+        lost=list(halves),
+        joined={f"engine/0/{rank}": f"engine/1/{rank}" for rank in range(4)},
+        buffer_bytes=16,
+    )
+    assert after.digest() == grown.correspondence().digest()
+    replay(plan, grown, cluster(4), 16)
+    after, plan = replan(
+        after, cluster(8), joined={f"engine/0/{4 + rank}": f"engine/0/{rank}" for rank in range(4)}, buffer_bytes=16
+    )
+    assert after.digest() == doubled.correspondence().digest()
+    assert plan.digest() == make_plan(doubled.correspondence(), cluster(8), buffer_bytes=16).digest()
+    replay(plan, doubled, cluster(8), 16)
+    assert plan.load_s == plan.lower_bound_s
