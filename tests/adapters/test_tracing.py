@@ -19,11 +19,12 @@ from layout_algebra.errors import (
     TracingError,
 )
 from layout_algebra.space import CheckpointSpace, TensorSpec
-from tests.adapters.test_probing_fuzz import random_mover
+from tests.adapters.test_probing_fuzz import Step, random_moves, random_shape
 from tests.fakes import Live, Worker, bits_of, ids_by_running, keeps_bits, noisy, space_of
 
 Weights = dict[str, torch.Tensor]
 BF16 = torch.bfloat16
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def traced(worker: Worker, space: CheckpointSpace) -> TracedMap:
@@ -220,6 +221,45 @@ def test_traced_ids_are_those_that_the_loader_gives_to_ids(name: str) -> None:
 def test_traced_and_probed_maps_have_one_digest(name: str) -> None:
     worker, space = MOVERS[name]
     assert traced(worker, space).source_map.digest() == worker.probe(space).digest()
+
+
+def random_mover(random: np.random.Generator) -> tuple[Worker, CheckpointSpace]:
+    """A checkpoint, and a worker whose loader places rearranged tensors into slices of its parameters."""
+    names = [f"t{number}" for number in range(int(random.integers(1, 6)))]
+    space = CheckpointSpace(TensorSpec(name, random_shape(random), str(random.choice(list(FLOATS)))) for name in names)
+    live: Live = {}
+    chains: dict[str, list[tuple[str, list[Step], int]]] = {}
+    for number in range(int(random.integers(1, 4))):
+        parts, place = [], int(random.integers(0, 3))
+        for _ in range(int(random.integers(1, 4))):
+            source = str(random.choice(names))
+            value = torch.zeros(space.spec(source).shape)
+            moves = random_moves(random, value, int(random.integers(0, 5)))
+            for move in moves:
+                value = move(value)
+            parts.append((source, moves, place))
+            place += value.numel() + int(random.integers(0, 3))
+        chains[f"p{number}"] = parts
+        dtype = list(FLOATS.values())[int(random.integers(3))]
+        kept = noisy(max(place, 1), dtype, seed=int(random.integers(1 << 30)))
+        if random.random() < 0.3:
+            kept = noisy((max(place, 1), 2), dtype)[:, 1]
+        elif place and random.random() < 0.5:
+            divisors = [d for d in range(1, place + 1) if place % d == 0]
+            kept = kept.reshape(int(random.choice(divisors)), -1)
+        live[f"p{number}"] = kept
+
+    def body(live: Live, weights: Weights) -> None:
+        for name, parts in chains.items():
+            flat = live[name].flatten()
+            for source, moves, place in parts:
+                value = weights[source]
+                for move in moves:
+                    value = move(value)
+                flat[place : place + value.numel()] = value.reshape(-1).to(flat.dtype)
+            live[name].copy_(flat.reshape(live[name].shape))
+
+    return Worker(live, body), space
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -31,6 +31,8 @@ from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
 
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True, slots=True)
 class LoopbackPolicy:
@@ -259,7 +261,9 @@ class LoopbackTransport(CheckedTransport[int]):
         return memory[offset : offset + size_bytes], offset
 
     def _allocate(self, size_bytes: int) -> Memory:
-        return np.zeros(size_bytes, dtype=np.uint8)
+        raw = np.zeros(size_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT  # as mapped memory begins, which the other transports have
+        return raw[start : start + size_bytes]
 
     def _expose(self, memory: Memory) -> str:
         self.network.count_registration(self.worker, memory.nbytes)
