@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_ALL_PROGRAMS = 64
+_ALL_PROGRAMS = 512
 """Up to this many workers all programs are compiled unless another number is asked for."""
 _SAMPLE = 4
 
