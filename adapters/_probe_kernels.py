@@ -12,8 +12,8 @@ import numpy.typing as npt
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
 from layout_algebra.dtypes import IdArray
-from transfer_exec.kernels._memory import copy_bytes
-from transfer_exec.kernels._vectors import fence, stream32
+from transfer_exec.kernels._pieces import copy_piece
+from transfer_exec.kernels._vectors import fence
 
 _BLOCK = 2048
 
@@ -23,7 +23,7 @@ def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBas
     """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache."""
     for start in range(0, len(live), _BLOCK):
         source = live[start : start + _BLOCK]
-        _stream(source, kept[start : start + _BLOCK])
+        copy_piece(kept[start : start + _BLOCK].ctypes.data, source.ctypes.data, source.nbytes, True)
         for index in range(len(source)):
             source[index] = value
     fence()
@@ -32,19 +32,8 @@ def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBas
 @kernel
 def stream_bits(source: Bits, target: Bits) -> None:
     """Copy one contiguous array into another, which is not read into the cache for that."""
-    _stream(source, target)
+    copy_piece(target.ctypes.data, source.ctypes.data, source.nbytes, True)
     fence()
-
-
-@kernel
-def _stream(source: Bits, target: Bits) -> None:
-    come, go, size = source.ctypes.data, target.ctypes.data, source.nbytes
-    done = min(-go % 32, size)
-    copy_bytes(go, come, done)
-    while done + 32 <= size:
-        stream32(go + done, come + done)
-        done += 32
-    copy_bytes(go + done, come + done, size - done)
 
 
 @kernel

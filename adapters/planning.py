@@ -19,14 +19,12 @@ from layout_algebra.runs import RunTable
 from layout_algebra.source_map import EMPTY, OPAQUE, SourceMap
 from layout_algebra.space import CheckpointSpace, natural_key
 from transfer_exec.errors import UnheldError
+from transfer_exec.host import ASSUMED_NIC_BYTES_PER_S
 from transfer_exec.plan import Plan
 from transfer_exec.planner import make_plan
 from transfer_exec.topology import Engine, Node, Topology
 
 __all__ = ["Connection", "group_of", "make_connection", "topology_of_hosts"]
-
-DEFAULT_NIC_BYTES_PER_S = 12.5e9
-"""Assumed for every worker's network interface where no topology is given: 100 Gbit/s."""
 
 DEFAULT_LOCAL_BYTES_PER_S = 10e9
 """Assumed inside a machine where no topology is given: shared memory on a CPU host."""
@@ -124,7 +122,7 @@ def topology_of_hosts(hosts: Mapping[str, str]) -> Topology:
             Node.of(
                 f"host {number}",
                 workers,
-                nic_bytes_per_s=DEFAULT_NIC_BYTES_PER_S,
+                nic_bytes_per_s=ASSUMED_NIC_BYTES_PER_S,
                 local_bytes_per_s=DEFAULT_LOCAL_BYTES_PER_S,
             )
             for number, workers in enumerate(members.values())

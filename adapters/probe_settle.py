@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters._probe_kernels import mark_rows, mask_intervals
-from adapters.probe_verify import Claims
+from adapters.probe_verify import Claims, interval_rows
 from layout_algebra.canonical import canonical_table
 from layout_algebra.dtypes import IdArray, conversion_is_defined
 from layout_algebra.recover import without
@@ -92,7 +92,7 @@ def leave_to_loader(found: SourceMap) -> SourceMap:
         left = np.isin(np.arange(len(entry.copies)), owner[odd])
         mask = np.zeros((entry.elements + 7) // 8, dtype=np.uint8)
         mark_rows(mask, entry.copies.rows[left])
-        mark_rows(mask, _rows_of(entry.opaque))
+        mark_rows(mask, interval_rows(entry.opaque.intervals))
         names = {*entry.depends_on, *(space.specs[position].name for position in np.unique(tensor[odd]).tolist())}
         out[name] = replace(
             entry,
@@ -101,15 +101,6 @@ def leave_to_loader(found: SourceMap) -> SourceMap:
             depends_on=tuple(sorted(names, key=natural_key)),
         )
     return SourceMap(space, out)
-
-
-def _rows_of(elements: RunTable) -> IdArray:
-    """Flat indices as rows that write them."""
-    rows = np.zeros((len(elements.intervals), 5), dtype=np.int64)
-    rows[:, 0] = elements.intervals[:, 0]
-    rows[:, 2] = elements.intervals[:, 1] - elements.intervals[:, 0]
-    rows[:, 3] = 1
-    return rows
 
 
 def _one_dtype(

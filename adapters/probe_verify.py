@@ -292,7 +292,7 @@ def steady_claims(
         mark_rows(claimed, copies.rows.copy())
         mark_rows(claimed, constants.rows.copy())
         opaque = np.empty((0, 2), dtype=np.int64) if varying is None else varying
-        mark_rows(claimed, _interval_rows(opaque))
+        mark_rows(claimed, interval_rows(opaque))
         runs, values, spilled = steady_runs(live, kept, claimed, min(len(live), max(_FEW_RUNS, len(live) // 32)))
         if past_end is not None:
             beyond = (runs[:, 2] == 0) & np.isin(values, past_end)
@@ -301,12 +301,12 @@ def steady_claims(
         opaque = np.concatenate([opaque, spilled])
         if len(opaque):
             mask = np.zeros((len(live) + 7) // 8, dtype=np.uint8)
-            mark_rows(mask, _interval_rows(opaque))
+            mark_rows(mask, interval_rows(opaque))
     steady = runs, values, mask
     return Claims(shape, dtype, len(live), copies, as_constant, constants, *steady, np.atleast_2d(code_bits), reading)
 
 
-def _interval_rows(intervals: IdArray) -> IdArray:
+def interval_rows(intervals: IdArray) -> IdArray:
     """Half-open intervals as rows that write them."""
     rows = np.zeros((len(intervals), 5), dtype=np.int64)
     rows[:, 0] = intervals[:, 0]

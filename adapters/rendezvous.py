@@ -255,7 +255,7 @@ def listening_host(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to another host; nothing is sent to find out.
+    """The address, without brackets, of this machine's interface that leads to another host; nothing is sent for it.
 
     Raises
     ------
@@ -263,10 +263,10 @@ def address_towards(host: str, port: int) -> str:
         If no interface leads there.
     """
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
             asking.connect(target)
-            return listening_host(str(asking.getsockname()[0]))
+            return str(asking.getsockname()[0])
     except OSError as error:
         raise RendezvousError(f"no way to {host}: {error}; pass host=, this worker's own address") from error
 

@@ -9,13 +9,11 @@ nothing is chosen silently, since a slow path that works is noticed too late.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable, Sequence
 
-from adapters.failures import RendezvousError, UsageError
+from adapters.failures import UsageError
 from adapters.messages import Member
-from adapters.rendezvous import SENDER, Record, Rendezvous
+from adapters.rendezvous import SENDER, Record, Rendezvous, address_towards
 from transfer_exec.transport.base import Transport
 from transfer_exec.transport.mooncake import NAMES, MooncakeTransport
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
@@ -113,11 +111,4 @@ def data_address(rendezvous: Rendezvous, deadline_s: float) -> str:
     """
     address = Record.decode(rendezvous.lookup(SENDER, deadline_s)).address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        # Nothing is sent: connecting a datagram socket only chooses the interface.
-        with contextlib.closing(socket.socket(family, kind)) as asking:
-            asking.connect(target)
-            return str(asking.getsockname()[0])
-    except OSError as error:
-        raise RendezvousError(f"no interface of this machine leads to {address}: {error}") from error
+    return address_towards(host, int(port))

@@ -35,20 +35,6 @@ def of_routes(schedule: Spread, routes: IdArray) -> Spread:
     return GroupedSchedule(schedule.rounds, schedule.table[rows], bounds, schedule.sizes[rows])
 
 
-def of_pieces(rounds: int, counts: IdArray, number: IdArray, sizes: IdArray) -> GroupedSchedule:
-    """From the pieces of every part, in order: how many, and the round and ids of each."""
-    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    part = np.repeat(np.arange(len(counts)), counts)
-    reached = np.cumsum(sizes) - sizes
-    first = reached - reached[bounds[part]]
-    order = np.lexsort((number, part))
-    before = np.cumsum(sizes[order]) - sizes[order]
-    key = part * rounds + number
-    inside = np.empty_like(before)
-    inside[order] = before - before[np.searchsorted(key[order], key[order])]
-    return GroupedSchedule(rounds, np.stack([first, number, inside], axis=1), bounds, sizes)
-
-
 def pieces_of(schedule: Spread) -> IdArray:
     """Part, first rank, ids, round, and the ids of the part that travel before in that round; shape ``(5, pieces)``."""
     if isinstance(schedule, Schedule):

@@ -93,8 +93,9 @@ def make_plan(
     hops = HopTable.of(routes, links.workers)
     load_s = largest_load_s(routes, links, hops)
     at_least = 1 if round_overhead_s is None else rounds_worth(load_s, round_overhead_s, depth)
-    groups, rounds = None, count_rounds(routes, buffer_bytes, at_least=at_least, hops=hops)
-    if keep_together is not None:
+    if keep_together is None:
+        groups, rounds = None, count_rounds(routes, buffer_bytes, at_least=at_least, hops=hops)
+    else:
         groups, rounds = group_rounds(routes, correspondence.space, keep_together, buffer_bytes, at_least=at_least)
     plan = Plan(
         space_digest=correspondence.space.digest(),

@@ -26,7 +26,7 @@ from transfer_exec.conversions import CODES, SOURCE_BYTES, TARGET_BYTES
 from transfer_exec.descriptors import buffers_of
 from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column
-from transfer_exec.parts import Spread, of_pieces, part_elements, pieces_of
+from transfer_exec.parts import Spread, part_elements, pieces_of
 from transfer_exec.plan import Stage
 from transfer_exec.program import (
     Assemble,
@@ -365,7 +365,9 @@ def _schedules(packed: _Program, parts: IdArray, edges: IdArray, pieces: IdArray
     if len(pieces) and not (int(pieces[:, 0].min()) >= 0 and int(pieces[:, 0].max()) < packed.rounds):
         raise ProgramError(f"{packed.worker}: a piece of a part has a round outside 0:{packed.rounds}")
     mine = np.split(pieces, np.cumsum([int(rows[:, 2].sum()) for rows in split])[:-1])
-    return [of_pieces(packed.rounds, rows[:, 2], *each.T) for rows, each in zip(split, mine, strict=True)]
+    return [
+        GroupedSchedule.of_pieces(packed.rounds, rows[:, 2], *each.T) for rows, each in zip(split, mine, strict=True)
+    ]
 
 
 def _check_counts(worker: str, counts: IdArray, total: int) -> None:

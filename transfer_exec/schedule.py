@@ -18,7 +18,7 @@ Where ids stay together, each group of them has a round, and a route's part is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,12 +70,6 @@ class Schedule:
         first, last = before(number), before(number + 1)
         return [(first, last)] if first < last else []
 
-    def pieces(self, routes: IdArray) -> Iterator[IdArray]:
-        """Where routes are cut: first rank, round, and rank in the round's part; shape ``(pieces, 3)``, by rank."""
-        for counted in self.elements(0, self.rounds, routes):
-            numbers = np.flatnonzero(counted)
-            yield np.stack([(np.cumsum(counted) - counted)[numbers], numbers, np.zeros_like(numbers)], axis=1)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
@@ -117,23 +111,32 @@ class GroupedSchedule:
     @staticmethod
     def of(intervals: Sequence[IdArray], groups: Groups, rounds: int) -> GroupedSchedule:
         """Cut routes with these intervals of ids; every id is in a group."""
-        tables, sizes = [np.empty((0, 3), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        counts, numbers, sizes = [], [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for mine in intervals:
-            group, rank, count = cut_by_groups(mine, groups.starts)
+            group, _, count = cut_by_groups(mine, groups.starts)
             number = groups.rounds[group]
-            opens = np.ones(len(rank), dtype=bool)
+            opens = np.ones(len(number), dtype=bool)
             opens[1:] = number[1:] != number[:-1]
             heads = np.flatnonzero(opens)
-            number, rank, count = number[heads], rank[heads], np.add.reduceat(count, heads)
-            order = np.argsort(number, kind="stable")
-            before = np.cumsum(count[order]) - count[order]
-            begins = np.searchsorted(number[order], number[order])
-            inside = np.empty_like(count)
-            inside[order] = before - before[begins]
-            tables.append(np.stack([rank, number, inside], axis=1))
-            sizes.append(count)
-        bounds = np.cumsum([len(each) for each in tables])
-        return GroupedSchedule(rounds, np.concatenate(tables), bounds.astype(np.int64), np.concatenate(sizes))
+            counts.append(len(heads))
+            numbers.append(number[heads])
+            sizes.append(np.add.reduceat(count, heads))
+        pieces = np.array(counts, dtype=np.int64)
+        return GroupedSchedule.of_pieces(rounds, pieces, np.concatenate(numbers), np.concatenate(sizes))
+
+    @staticmethod
+    def of_pieces(rounds: int, counts: IdArray, number: IdArray, sizes: IdArray) -> GroupedSchedule:
+        """From the pieces of every route, in order: how many, and the round and ids of each."""
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        part = np.repeat(np.arange(len(counts)), counts)
+        reached = np.cumsum(sizes) - sizes
+        first = reached - reached[bounds[part]]
+        order = np.lexsort((number, part))
+        before = np.cumsum(sizes[order]) - sizes[order]
+        key = part * rounds + number
+        inside = np.empty_like(before)
+        inside[order] = before - before[np.searchsorted(key[order], key[order])]
+        return GroupedSchedule(rounds, np.stack([first, number, inside], axis=1), bounds, sizes)
 
     def elements(self, first: int, last: int, routes: IdArray | slice = slice(None)) -> IdArray:
         """As ``Schedule.elements``."""
@@ -152,11 +155,6 @@ class GroupedSchedule:
         here = self.table[mine, 1] == number
         first = self.table[mine, 0][here]
         return list(zip(first.tolist(), (first + self.sizes[mine][here]).tolist(), strict=True))
-
-    def pieces(self, routes: IdArray) -> Iterator[IdArray]:
-        """As ``Schedule.pieces``."""
-        for route in routes.tolist():
-            yield self.table[self.bounds[route] : self.bounds[route + 1]]
 
 
 def cut_by_groups(intervals: IdArray, starts: IdArray) -> tuple[IdArray, IdArray, IdArray]:

@@ -109,7 +109,7 @@ def plan(
     depth: _Depth = None,
     round_overhead: _RoundOverhead = None,
     programs: Annotated[
-        int | None, typer.Option(min=1, help="Compile about this many programs; all of 64 workers, 4 beyond.")
+        int | None, typer.Option(min=1, help="Compile about this many programs; all of 512 workers, 4 beyond.")
     ] = None,
     keep_together: Annotated[
         str | None, typer.Option(help="What stays in one round: tensor, or so many rows of every matrix.")

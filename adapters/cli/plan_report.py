@@ -144,8 +144,8 @@ def report_plan(
     settings
         Budget per worker and round, and what the number of rounds depends on.
     sample
-        Compile the programs of about this many workers only, evenly spread. By default those of all up to 64 workers,
-        and of four in a larger cluster.
+        Compile the programs of about this many workers only, evenly spread. By default those of all up to 512
+        workers, and of four in a larger cluster.
     keep_together
         As `make_plan`.
 

@@ -16,7 +16,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec import grids, hops, parts
 from transfer_exec.errors import ProgramError
 from transfer_exec.grids import cut_grids
-from transfer_exec.parts import of_pieces, of_routes, part_elements, pieces_of, sums_by_round
+from transfer_exec.parts import of_routes, part_elements, pieces_of, sums_by_round
 from transfer_exec.plan import Hop, Plan, Route, Stage
 from transfer_exec.route_runs import RouteRuns
 from transfer_exec.schedule import GroupedSchedule, Groups, Schedule
@@ -221,7 +221,7 @@ def test_parts_of_some_routes(sizes: list[int], rounds: int, data: st.DataObject
     np.add.at(expected, group, whole.elements(0, rounds, np.array(routes)) * width[:, None])
     assert sums_by_round(mine, width, group, 2).tolist() == expected.tolist()
     if isinstance(mine, GroupedSchedule):
-        again = of_pieces(rounds, np.diff(mine.bounds), mine.table[:, 1], mine.sizes)
+        again = GroupedSchedule.of_pieces(rounds, np.diff(mine.bounds), mine.table[:, 1], mine.sizes)
         assert again.table.tolist() == mine.table.tolist()
         assert again.bounds.tolist() == mine.bounds.tolist()
 

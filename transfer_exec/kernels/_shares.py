@@ -9,8 +9,6 @@ from transfer_exec.conversions import SOURCE_BYTES, TARGET_BYTES
 from transfer_exec.kernels.base import RowColumn
 
 _LINE = 64
-_SOURCE = (RowColumn.SOURCE, RowColumn.SOURCE_STRIDE, RowColumn.SOURCE_STEP)
-_TARGET = (RowColumn.TARGET, RowColumn.TARGET_STRIDE, RowColumn.TARGET_STEP)
 
 
 def uniform_rows(rows: IdArray) -> IdArray:
