@@ -1,10 +1,10 @@
-"""The laws of plans, checked in time linear in a plan's size.
+"""The laws that hold for any plan, checked whenever one is made, in time linear in its size.
 
-``check_structure`` needs the plan alone and runs whenever one is made: routes are disjoint, hops follow each other
-from holder to first receiver to gateways to entry workers to their nodes, each stage has the right kind of workers, a
-node gets an id over the network once at most, a cluster from other clusters once at most, and no worker gets it twice.
-``check_demand`` compares a plan with the demand it serves: everybody gets what they need, no node gets anything else,
-what a node holds does not cross the network, and what a cluster holds and needs does not come from another cluster.
+Routes are disjoint, hops follow each other from holder to first receiver to gateways to entry workers to their nodes,
+each stage has the right kind of workers, a node gets an id over the network once at most, a cluster from other clusters
+once at most, and no worker gets it twice. Whether a plan serves its demand is in `transfer_exec.demand_laws`.
+
+Every law is checked for all hops at once; only a plan that breaks one is walked through for the message.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layout_algebra.correspondence import Correspondence, DemandClass
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import RunTable
 from transfer_exec.errors import PlanError
-from transfer_exec.tiles import Share, Tile, TileTable, tiles_of_runs
+from transfer_exec.tiles import Share, TileTable, tiles_of_runs
 
 if TYPE_CHECKING:
     from transfer_exec.hops import HopTable
@@ -49,107 +48,6 @@ def check_structure(plan: Plan) -> None:
         for index, route in enumerate(plan.routes):
             _check_hops(index, route, node_of, cluster_of, holders)
     _check_disjoint(plan, node_of)
-
-
-def check_demand(plan: Plan, correspondence: Correspondence) -> None:
-    """Check that a plan serves a demand, no more and no less.
-
-    Raises
-    ------
-    PlanError
-        Naming class, tensor, range and workers.
-    """
-    node_of = dict(zip(plan.workers, plan.nodes, strict=True))
-    cluster_of = dict(zip(plan.workers, plan.clusters or (0,) * len(plan.workers), strict=True))
-    classes = correspondence.classes
-    class_of, sizes = _classes_of_routes(plan, correspondence)
-    if _serves(plan, correspondence, np.array(class_of, dtype=np.int64), np.array(sizes, dtype=np.int64)):
-        return
-    members: list[list[int]] = [[] for _ in classes]
-    for index, number in enumerate(class_of):
-        members[number].append(index)
-    for number, group in enumerate(classes):
-        place = _Place(correspondence, number, group)
-        held_at = {node_of[worker] for worker in group.holders}
-        needing = {node_of[worker] for worker in group.needers}
-        lacking = {cluster_of[worker] for worker in group.needers if node_of[worker] not in held_at}
-        near = lacking & {cluster_of[worker] for worker in group.holders}
-        received: dict[str, int] = {}
-        for index in members[number]:
-            route = plan.routes[index]
-            if route.item_bytes != group.item_bytes:
-                raise place.broken(f"route {index} has elements of {route.item_bytes} bytes, not {group.item_bytes}")
-            if route.holder not in group.holders:
-                raise place.broken(f"{route.holder} packs it and does not hold it; holders {', '.join(group.holders)}")
-            for hop in route.hops:
-                received[hop.target] = received.get(hop.target, 0) + sizes[index]
-                if hop.stage.value == _INTERNAL:
-                    if hop.target not in group.needers:
-                        raise place.broken(f"{hop.target} gets it from {hop.source} and does not need it")
-                    continue
-                node = node_of[hop.target]
-                if node not in needing:
-                    raise place.broken(f"node {node} gets it through {hop.target} and nobody there needs it")
-                if node in held_at:
-                    raise place.broken(f"node {node} holds it and still gets it over the network at {hop.target}")
-                crossing = (cluster_of[hop.source], cluster_of[hop.target])
-                if near and hop.stage.value == _RECEIVE and not crossing[0] == crossing[1] in near:
-                    raise place.broken(
-                        f"{hop.source} -> {hop.target} crosses clusters that it need not; expected holder and first "
-                        f"receiver in one of the clusters {sorted(near)}, which hold it and need it"
-                    )
-        for worker in group.needers:
-            if received.get(worker, 0) != group.runs.elements:
-                raise place.broken(f"{worker} gets {received.get(worker, 0)} of {group.runs.elements} elements")
-
-
-def _serves(plan: Plan, correspondence: Correspondence, class_of: IdArray, sizes: IdArray) -> bool:
-    """Whether ``check_demand`` will find nothing, for all hops at once."""
-    number = {worker: position for position, worker in enumerate(plan.workers)}
-    classes, workers = correspondence.classes, len(plan.workers)
-    node = np.array(plan.nodes, dtype=np.int64)
-    cluster = np.array(plan.clusters or (0,) * workers, dtype=np.int64)
-    holds, needs = np.zeros((len(classes), workers), dtype=bool), np.zeros((len(classes), workers), dtype=bool)
-    held_at, needed_at = (np.zeros((len(classes), int(node.max(initial=0)) + 1), dtype=bool) for _ in range(2))
-    near = np.zeros((len(classes), int(cluster.max(initial=0)) + 1), dtype=bool)
-    for row, group in enumerate(classes):
-        holders = np.array([number[worker] for worker in group.holders], dtype=np.int64)
-        needers = np.array([number[worker] for worker in group.needers], dtype=np.int64)
-        holds[row, holders], needs[row, needers] = True, True
-        held_at[row, node[holders]], needed_at[row, node[needers]] = True, True
-        near[row, cluster[needers[~held_at[row, node[needers]]]]] = True
-        near[row, np.setdiff1d(np.arange(near.shape[1]), cluster[holders])] = False
-    widths = np.array([group.item_bytes for group in classes], dtype=np.int64)
-    mine = np.array([route.item_bytes for route in plan.routes], dtype=np.int64)
-    holder = np.array([number[route.holder] for route in plan.routes], dtype=np.int64)
-    if not bool(np.all(mine == widths[class_of]) and np.all(holds[class_of, holder])):
-        return False
-    hops = plan.hops
-    kind, inside = class_of[hops.route], hops.stage == _INTERNAL
-    good = np.where(
-        inside, needs[kind, hops.target], needed_at[kind, node[hops.target]] & ~held_at[kind, node[hops.target]]
-    )
-    same = cluster[hops.source] == cluster[hops.target]
-    lawful = ~np.asarray(near.any(axis=1))[kind] | (same & near[kind, cluster[hops.target]]) | (hops.stage != _RECEIVE)
-    received = np.zeros(len(classes) * workers, dtype=np.int64)
-    np.add.at(received, kind * workers + hops.target, sizes[hops.route])
-    elements = np.array([each.runs.elements for each in classes], dtype=np.int64)
-    whole = received.reshape(len(classes), workers) == elements[:, None]
-    return bool(np.all(good & lawful) and np.all(whole | ~needs))
-
-
-class _Place:
-    """Where a law broke, for messages."""
-
-    def __init__(self, correspondence: Correspondence, number: int, group: DemandClass) -> None:
-        self._correspondence, self._number, self._group = correspondence, number, group
-
-    def broken(self, what: str) -> PlanError:
-        start, stop = self._group.runs.intervals[0].tolist()
-        where = self._correspondence.space.describe_ids(start, stop)
-        more = len(self._group.runs.intervals) - 1
-        rest = f" and {more} more ranges" if more else ""
-        return PlanError(f"class {self._number}, {where}{rest}: {what}")
 
 
 def _check_fields(plan: Plan) -> None:
@@ -337,11 +235,11 @@ def _check_twins(plan: Plan, same: Sequence[int], node_of: dict[str, int]) -> No
 
 def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | None:
     """Two tables that share ids, and an interval they share; None if there are none."""
-    tiles = _tiles_of(tables)
+    tiles = tiles_of(tables)
     shares = tiles.within(tiles.rows[:, :4])
     if bool(np.all(shares[:, Share.TILE] == shares[:, Share.RUN])):
         return None
-    spans, owner = _sorted_spans(tables)
+    spans, owner = sorted_spans(tables)
     bad = np.flatnonzero(spans[1:, 0] < spans[:-1, 1])
     if not len(bad):
         return None
@@ -350,50 +248,14 @@ def _first_overlap(tables: Sequence[RunTable]) -> tuple[int, int, int, int] | No
     return int(owner[at]), int(owner[at + 1]), int(spans[at + 1, 0]), stop
 
 
-def _classes_of_routes(plan: Plan, correspondence: Correspondence) -> tuple[list[int], list[int]]:
-    """Class and size of every route; a route must lie within one class."""
-    sizes = [route.runs.elements for route in plan.routes]
-    if not plan.routes:
-        return [], []
-    classes_of, routes_of = (
-        _tiles_of([g.runs for g in correspondence.classes]),
-        _tiles_of([r.runs for r in plan.routes]),
-    )
-    shares = classes_of.within(routes_of.rows[:, :4])
-    kind, route = classes_of.rows[shares[:, Share.TILE], Tile.TENSOR], routes_of.rows[shares[:, Share.RUN], Tile.TENSOR]
-    found = np.zeros(len(sizes), dtype=np.int64)
-    found[route] = kind
-    inside = np.zeros(len(sizes), dtype=np.int64)
-    same = found[route] == kind
-    np.add.at(inside, route[same], (shares[:, Share.LENGTH] * shares[:, Share.COUNT])[same])
-    if inside.tolist() == sizes:
-        return found.tolist(), sizes
-    spans, owner = _sorted_spans([group.runs for group in correspondence.classes])
-    counts = [len(route.runs.intervals) for route in plan.routes]
-    flat = np.concatenate([route.runs.intervals for route in plan.routes])
-    begins = np.cumsum(counts) - counts
-    # A class's intervals are maximal, so an interval of a route lies in one of them or the route is unlawful.
-    position = np.searchsorted(spans[:, 0], flat[:, 0], side="right") - 1
-    lost = position < 0
-    if len(spans):
-        lost |= flat[:, 1] > spans[position, 1]
-        lost |= owner[position] != np.repeat(owner[position[begins]], counts)
-    if lost.any():
-        at = int(np.argmax(lost))
-        index = int(np.searchsorted(begins, at, side="right")) - 1
-        start, stop = flat[at].tolist()
-        raise PlanError(f"route {index}: ids {start}:{stop} do not lie in one demand class with the route's others")
-    classes: list[int] = owner[position[begins]].tolist()
-    return classes, sizes
-
-
-def _tiles_of(tables: Sequence[RunTable]) -> TileTable:
+def tiles_of(tables: Sequence[RunTable]) -> TileTable:
     """The runs of some tables, each with the table's position."""
     runs = np.concatenate([np.empty((0, 4), dtype=np.int64), *(table.runs for table in tables)])
     return tiles_of_runs(runs, np.repeat(np.arange(len(tables)), [len(table) for table in tables]))
 
 
-def _sorted_spans(tables: Sequence[RunTable]) -> tuple[IdArray, IdArray]:
+def sorted_spans(tables: Sequence[RunTable]) -> tuple[IdArray, IdArray]:
+    """The intervals of some tables in ascending order, and the table of each."""
     if not tables:
         return np.empty((0, 2), dtype=np.int64), np.empty(0, dtype=np.int64)
     spans = np.concatenate([table.intervals for table in tables])

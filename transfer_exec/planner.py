@@ -30,8 +30,8 @@ from layout_algebra.correspondence import Correspondence
 from transfer_exec.balance import balance
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import place_demand
+from transfer_exec.demand_laws import check_demand
 from transfer_exec.hops import HopTable
-from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan, Route
 from transfer_exec.rounds import checked_budget, count_rounds, rounds_worth

@@ -17,9 +17,9 @@ from layout_algebra.sealed_bytes import Packed, pack_table, seal
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec import laws
+from transfer_exec.demand_laws import check_demand
 from transfer_exec.errors import PlanBytesError, PlanError
 from transfer_exec.hops import HopTable
-from transfer_exec.laws import check_demand
 from transfer_exec.plan import Hop, Plan, Route, Stage
 from transfer_exec.schedule import Schedule
 

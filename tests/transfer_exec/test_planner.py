@@ -13,8 +13,8 @@ from plan_oracle import replay
 from transfer_exec.balance import balance
 from transfer_exec.bound import lower_bound
 from transfer_exec.demand import Demand, place_demand
+from transfer_exec.demand_laws import check_demand
 from transfer_exec.hops import HopTable
-from transfer_exec.laws import check_demand
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan
 from transfer_exec.planner import largest_load_s, make_plan
