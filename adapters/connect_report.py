@@ -93,6 +93,8 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Everybody's part.
     seconds
         Phase -> how long it took on the slowest worker.
+    places
+        Worker -> address, interface and cards at which its peers reach it, of a transport between machines.
     """
 
     engines: tuple[str, ...]
@@ -112,6 +114,7 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planned_s: float
     workers: tuple[WorkerSummary, ...]
     seconds: dict[str, float]
+    places: dict[str, str] = {}
 
     def worker(self, name: str) -> WorkerSummary:
         """One worker's part; KeyError if it takes none."""
@@ -143,8 +146,9 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             f"planned {self.planned_s:.6f} s",
         ]
         for one in self.workers:
+            place = f" at {self.places[one.worker]}" if one.worker in self.places else ""
             lines.append(
-                f"  {one.worker}: {one.parameters} parameters, {one.slice_copies:,} slice copies, "
+                f"  {one.worker}{place}: {one.parameters} parameters, {one.slice_copies:,} slice copies, "
                 f"{one.copied_elements:,} copied, {one.empty_elements:,} empty, {one.opaque_elements:,} opaque; "
                 f"sends {one.bytes_sent:,} and receives {one.bytes_received:,} bytes"
             )

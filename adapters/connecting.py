@@ -70,7 +70,8 @@ def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topolog
     fleet.connected(intent, topology, connection, digests)
     for group in groups:
         steps.end(group, None)
-    report = _describe(connection, intent, transport, seconds, len({d for each in digests.values() for d in each}))
+    layouts = len({d for each in digests.values() for d in each})
+    report = _describe(connection, intent, transport, seconds, layouts, fleet.places)
     steps.end(TRAINERS, None, report.to_bytes())
 
 
@@ -113,7 +114,12 @@ def _workers_maps(fleet: Fleet, group: str, digests: Sequence[str]) -> dict[str,
 
 
 def _describe(
-    connection: Connection, intent: ConnectIntent, transport: str, seconds: dict[str, float], layouts: int
+    connection: Connection,
+    intent: ConnectIntent,
+    transport: str,
+    seconds: dict[str, float],
+    layouts: int,
+    places: Mapping[str, str],
 ) -> ConnectReport:
     plan, space = connection.plan, connection.correspondence.space
     sides: dict[str, set[str]] = {}
@@ -138,6 +144,7 @@ def _describe(
         planned_s=plan.load_s,
         workers=tuple(describe_worker(worker, source_map, plan) for worker, source_map in connection.maps.items()),
         seconds=seconds,
+        places={worker: place for worker, place in places.items() if place},
     )
 
 

@@ -12,6 +12,7 @@ asks for them:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ Hook = Callable[[], object]
 
 _CONNECT_S = 10.0
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
@@ -86,7 +89,9 @@ class Worker:
     deadline_s
         Of every single wait of a transfer.
     address
-        Says at which address peers on other machines reach this one.
+        Says at which address peers reach this machine, if the job's workers are on so many machines.
+    devices
+        Which RDMA cards it uses, as `transfer_exec.transport.devices` spells it.
     """
 
     name: str
@@ -97,7 +102,8 @@ class Worker:
     before_update: Hook | None
     after_update: Hook | None
     deadline_s: float
-    address: Callable[[], str]
+    address: Callable[[int], str]
+    devices: str = ""
 
 
 class Duties:
@@ -216,12 +222,18 @@ class Duties:
         self._proof = plan_proof(source_map, duty.cells)
         self._gets_bytes = worker.receives and program.release is not None
         self._transport = make_transport(
-            duty.transport, worker.name, address=worker.address, deadline_s=min(worker.deadline_s, _CONNECT_S)
+            duty.transport,
+            worker.name,
+            address=lambda: worker.address(duty.machines),
+            devices=worker.devices,
+            deadline_s=min(worker.deadline_s, _CONNECT_S),
         )
+        if self._transport.place:
+            _log.info("%s: peers reach it at %s, over %s", worker.name, self._transport.place, duty.transport)
         self._executor = Executor(program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels)
         self._moved = False
         self._warm_up()
-        return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start)
+        return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start, self._transport.place)
 
     def _warm_up(self) -> None:
         """Compile, or read from disk, what an update runs, so that the first one stalls nobody for it."""

@@ -92,11 +92,14 @@ class Bind(Tagged, frozen=True):
         Which transport to make.
     cells
         What to digest in every update; empty without verification.
+    machines
+        How many the job's workers are on.
     """
 
     program: bytes
     transport: str
     cells: tuple[Cell, ...]
+    machines: Count = 1
 
 
 class Attach(Tagged, frozen=True):
@@ -152,10 +155,11 @@ class MapGiven(Tagged, frozen=True):
 
 
 class Bound(Tagged, frozen=True):
-    """A worker's endpoint."""
+    """A worker's endpoint, and where it is reached, in words (`Transport.place`)."""
 
     endpoint: bytes
     seconds: Seconds
+    place: str = ""
 
 
 class Done(Tagged, frozen=True):

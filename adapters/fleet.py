@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from adapters.duty_messages import Attach, Bind, Bound, Result
 from adapters.failures import LostWorkerError, StaleError
 from adapters.messages import ConnectIntent, Member, Roster
@@ -76,6 +78,8 @@ class Fleet:
         Incarnations of the trainers of that connect.
     bindings
         Of the connection, by worker.
+    places
+        Where peers on other machines reach each worker, in words.
     bound
         Whether every worker is bound to it and able to run.
     """
@@ -90,6 +94,7 @@ class Fleet:
         self.connection: Connection | None = None
         self.trainers: dict[str, str] = {}
         self.bindings: dict[str, Binding] = {}
+        self.places: dict[str, str] = {}
         self.bound = False
         self._routed: set[str] = set()
 
@@ -151,9 +156,12 @@ class Fleet:
         self.bound = False
         self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
         groups = sorted({group_of(worker) for worker in bindings}, key=natural_key)
-        binds = {worker: each.bind for worker, each in bindings.items()}
+        engines = {group_of(worker) for worker in bindings} - {TRAINERS}
+        machines = len({member.host for member in self.members(engines)})
+        binds = {worker: structs.replace(each.bind, machines=machines) for worker, each in bindings.items()}
         bound = self.by_worker(self._steps.run({g: tuple(binds.get(w) for w in self.ranks(g)) for g in groups}))
         endpoints = {worker: result.endpoint for worker, result in bound.items() if isinstance(result, Bound)}
+        self.places = {worker: result.place for worker, result in bound.items() if isinstance(result, Bound)}
         attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
         self._steps.run({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
         self.bindings = dict(bindings)

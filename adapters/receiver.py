@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from adapters.arguments import JsonValue, check_staging, decode_metadata, engine_name
@@ -30,7 +31,7 @@ from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.station import Station
-from adapters.transports import check_transport, data_address
+from adapters.transports import check_transport, data_address, devices_of
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.report import WorkerReport
@@ -95,7 +96,8 @@ class ReceiverAdapter:
         Not available yet.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
-        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``. Explicit names of all workers must agree.
+        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own cards after a colon where not all are meant:
+        ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must agree.
     before_update_hook
         Called with the ranks stopped, before any byte is written: drain or pause. May be followed by no update, if
         another worker refuses.
@@ -156,7 +158,8 @@ class ReceiverAdapter:
             before_update_hook,
             after_update_hook,
             deadline_s * _WAIT_SHARE,
-            lambda: data_address(meeting_place, deadline_s),
+            partial(data_address, meeting_place, self._station.meets_as, deadline_s=deadline_s),
+            devices_of(transport),
         )
         self._duties = Duties(worker, self._session)
 

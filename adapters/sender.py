@@ -18,6 +18,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -34,7 +35,7 @@ from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.session import Session
 from adapters.station import Station
 from adapters.steps import TRAINERS
-from adapters.transports import check_transport, data_address
+from adapters.transports import check_transport, data_address, devices_of
 from adapters.update_report import read_report
 from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
@@ -163,7 +164,8 @@ class SenderAdapter:
         Not available yet.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
-        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``. Explicit names of all workers must agree.
+        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own cards after a colon where not all are meant:
+        ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must agree.
     verify
         ``"digest"`` compares digests of what was sent and what landed in every update; ``"off"`` does not.
     cast
@@ -222,7 +224,8 @@ class SenderAdapter:
             None,
             None,
             deadline_s * _WAIT_SHARE,
-            lambda: data_address(meeting_place, deadline_s),
+            partial(data_address, meeting_place, self._station.meets_as, deadline_s=deadline_s),
+            devices_of(transport),
         )
         self._duties = Duties(worker, self._station.session)
 

@@ -125,12 +125,14 @@ class Station:
                 own_counter=lambda: self.session.counter,
             )
         is_root = self.conductor is not None
+        own_name = SENDER if group == TRAINERS else group
+        self.meets_as = own_name if rank == 0 else self.worker
         parent = None if is_root else (SENDER if rank == 0 or group == TRAINERS else group)
         self._post = Post(
             self._member,
             rendezvous,
             self,
-            listens_as=(SENDER if group == TRAINERS else group) if rank == 0 else None,
+            listens_as=own_name if rank == 0 else None,
             parent=parent,
         )
         if self._lead is not None:

@@ -1,43 +1,58 @@
 """Which transport a job uses, and making a worker's end of it.
 
 Users name one, or leave it to ``"auto"``. That is shared memory where all workers share a machine; between machines
-nothing is chosen silently, since a slow path that works is noticed too late.
+nothing is chosen silently, since a slow path that works is noticed too late. A worker may add which of its cards
+RDMA uses, in the spelling of `transfer_exec.transport.devices`; that concerns nobody else.
 
 >>> check_transport("mooncake")
 'mooncake'
+>>> check_transport("mooncake-rdma:^mlx5_0"), devices_of("mooncake-rdma:^mlx5_0")
+('mooncake-rdma', '^mlx5_0')
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
-from adapters.failures import UsageError
+from adapters.failures import RendezvousError, UsageError
 from adapters.messages import Member
 from adapters.rendezvous import SENDER, Record, Rendezvous, address_towards
+from transfer_exec.host_reading import read_addresses, ways_out
+from transfer_exec.transport.addresses import choose_address
 from transfer_exec.transport.base import Transport
 from transfer_exec.transport.mooncake import NAMES, MooncakeTransport
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["check_transport", "choose_transport", "data_address", "make_transport"]
+__all__ = ["check_transport", "choose_transport", "data_address", "devices_of", "make_transport"]
 
 _SHARED_MEMORY = "shared_memory"
+_RDMA = "mooncake-rdma"
 _KNOWN = (_SHARED_MEMORY, *NAMES)
 
 
 def check_transport(transport: str) -> str:
-    """The name of a transport that may be asked for.
+    """The name of a transport that may be asked for, without the cards behind it.
 
     Raises
     ------
     UsageError
-        If there is none of that name.
+        If there is none of that name, or it has no cards to choose from.
     """
-    if transport not in ("auto", *_KNOWN):
+    name, colon, _ = transport.partition(":")
+    if name not in ("auto", *_KNOWN):
         raise UsageError(
             f"transport {transport!r} is not available; pass 'auto', 'shared_memory' (one machine), 'mooncake' (TCP) "
             "or 'mooncake-rdma'"
         )
-    return transport
+    if colon and name != _RDMA:
+        raise UsageError(f"transport {transport!r}: {name} uses no RDMA cards; only {_RDMA!r} takes some after a colon")
+    return name
+
+
+def devices_of(transport: str) -> str:
+    """Which cards a worker's spelling of a transport means; empty for all."""
+    return transport.partition(":")[2]
 
 
 def choose_transport(members: Sequence[Member], wanted: str) -> str:
@@ -75,7 +90,9 @@ def choose_transport(members: Sequence[Member], wanted: str) -> str:
     return chosen
 
 
-def make_transport(name: str, worker: str, *, address: Callable[[], str], deadline_s: float) -> Transport:
+def make_transport(
+    name: str, worker: str, *, address: Callable[[], str], deadline_s: float, devices: str = ""
+) -> Transport:
     """Make one end of a transport.
 
     Parameters
@@ -86,6 +103,8 @@ def make_transport(name: str, worker: str, *, address: Callable[[], str], deadli
         Says at which address peers reach this machine; called only if they need one.
     deadline_s
         Of connecting to one peer.
+    devices
+        Which RDMA cards, where it uses some.
 
     Raises
     ------
@@ -97,18 +116,45 @@ def make_transport(name: str, worker: str, *, address: Callable[[], str], deadli
     if name == _SHARED_MEMORY:
         return SharedMemoryTransport(worker)
     if name in NAMES:
-        return MooncakeTransport(worker, address(), protocol=NAMES[name], deadline_s=deadline_s)
+        return MooncakeTransport(worker, address(), protocol=NAMES[name], devices=devices, deadline_s=deadline_s)
     raise UsageError(f"{worker}: transport {name!r} is not available; expected one of {', '.join(_KNOWN)}")
 
 
-def data_address(rendezvous: Rendezvous, deadline_s: float) -> str:
-    """The address at which this machine is reached from the network that trainer rank 0 is on.
+def data_address(rendezvous: Rendezvous, name: str, machines: int, *, deadline_s: float) -> str:
+    """The address at which peers reach this machine.
+
+    That is the one that this worker was given to listen at, unless it is a loopback address, as by default; else the
+    one from which the system goes to trainer rank 0, or anywhere (`transfer_exec.transport.addresses`).
+
+    Parameters
+    ----------
+    rendezvous, name
+        Where the worker meets the others, and its own name there.
+    machines
+        How many the job's workers are on.
+    deadline_s
+        Of finding trainer rank 0.
 
     Raises
     ------
-    RendezvousError
-        If no interface leads there.
+    TransportError
+        If no address of this machine can be reached from others.
     """
+    given = ""
+    with contextlib.suppress(RendezvousError):  # addresses may be known of others only
+        given = _host_of(rendezvous.listen_address(name))
+    table = read_addresses()
+    wanted = "" if Record(f"tcp://{given}:0").is_loopback else given
+    ways = [] if wanted else [*_way_to_trainers(rendezvous, deadline_s), *ways_out()]
+    return choose_address(table, machines=machines, ways=ways, wanted=wanted).address
+
+
+def _way_to_trainers(rendezvous: Rendezvous, deadline_s: float) -> list[str]:
     address = Record.decode(rendezvous.lookup(SENDER, deadline_s)).address
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return address_towards(host, int(port))
+    with contextlib.suppress(RendezvousError):  # its name means nothing here
+        return [address_towards(_host_of(address), int(address.rpartition(":")[2]))]
+    return []
+
+
+def _host_of(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

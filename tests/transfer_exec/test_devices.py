@@ -51,6 +51,6 @@ def test_a_machine_without_devices() -> None:
 def test_mooncake_refuses_a_filter_that_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DEVICES:
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("transfer_exec.transport.mooncake._RDMA_DEVICES", str(tmp_path))
+    monkeypatch.setattr("transfer_exec.transport.mooncake.RDMA", tmp_path)
     with pytest.raises(TransportError, match="no RDMA device is meant by '=mlx5'; this machine has irdma0, mlx4_0"):
         MooncakeTransport("a", "127.0.0.1", protocol="rdma", devices="=mlx5")

@@ -157,6 +157,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def place(self) -> str:
+        """Where peers on other machines reach it, in words: address, interface, cards; empty inside one machine."""
+        ...
+
+    @property
     def patience(self) -> Patience:
         """For whoever waits; looking too often takes the processor from those that move bytes."""
         ...

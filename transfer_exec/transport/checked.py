@@ -90,6 +90,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self.worker = worker
         self.name = name
         self.incarnation = new_incarnation()
+        self.place = ""
         self._limits = limits
         self._regions = RegionTable()
         self._places: dict[str, tuple[str, ...]] = {}

@@ -24,18 +24,20 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import PeerGoneError, TransportError
+from transfer_exec.host_reading import RDMA, read_addresses, read_devices, read_gids
 from transfer_exec.kernels.cpu import read_word
+from transfer_exec.transport.addresses import choose_address, usable_addresses
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Patience
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
 from transfer_exec.transport.devices import choose_devices
 from transfer_exec.transport.mooncake_engine import MooncakeEngine, Post, PostState, describe
 
-_RDMA_DEVICES = "/sys/class/infiniband"
 _HEADER_BYTES = 64
 _SLOTS = 4
 _SLOT_BYTES = 32
@@ -83,10 +85,16 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
             raise TransportError(f"{worker}: mooncake has no protocol {protocol!r}; expected {' or '.join(names)}")
         super().__init__(worker, names[protocol], _LIMITS[protocol])
         self._protocol, self._deadline_s = protocol, deadline_s
-        if devices:
-            listed = sorted(os.listdir(_RDMA_DEVICES)) if os.path.isdir(_RDMA_DEVICES) else []
-            devices = ",".join(choose_devices(listed, devices))
-        self._engine = MooncakeEngine(worker, host, protocol=protocol, devices=devices, deadline_s=deadline_s)
+        cards = _choose_cards(host, devices) if protocol == "rdma" else _Cards((), None)
+        self.place = _describe_place(host, cards)
+        self._engine = MooncakeEngine(
+            worker,
+            host,
+            protocol=protocol,
+            devices=",".join(cards.names) if devices else "",
+            gid=cards.gid,
+            deadline_s=deadline_s,
+        )
         self._scratch = self._registered(8)
         self._flags_address = 0
         self._newest: list[Flag] = []
@@ -248,6 +256,31 @@ class _Posted:
     posts: deque[Post]
     count: int
     failures: int = 0
+
+
+class _Cards(NamedTuple):
+    """RDMA devices, and the entry of their tables to be reached at; None leaves it to the engine."""
+
+    names: tuple[str, ...]
+    gid: int | None
+
+
+def _choose_cards(host: str, wanted: str) -> _Cards:
+    """The devices that are meant, and the entry that is best for all of them: the engine takes one number."""
+    listed = read_devices(RDMA)
+    names = choose_devices(listed, wanted) if wanted else listed
+    own = {each.address for each in read_addresses()}
+    best = [usable_addresses(read_gids(name, RDMA), machines=2, ways=[host], own=own) for name in names]
+    entries = {each[0].entry if each else None for each in best}
+    return _Cards(names, entries.pop() if len(entries) == 1 else None)
+
+
+def _describe_place(host: str, cards: _Cards) -> str:
+    interface = choose_address(read_addresses(), machines=1, wanted=host).interface
+    by = [f"on {interface}"] if interface else []
+    by += [f"by {', '.join(cards.names)}"] if cards.names else []
+    by += [f"entry {cards.gid}"] if cards.gid is not None else []
+    return " ".join([host, *by])
 
 
 def _flags_bytes(channels: int) -> int:

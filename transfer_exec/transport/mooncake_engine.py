@@ -129,6 +129,8 @@ class MooncakeEngine:
         ``"tcp"`` or ``"rdma"``.
     devices
         RDMA devices by name, separated by commas; empty for all.
+    gid
+        Which entry of their tables; None leaves it to the engine.
     deadline_s
         Of every call that may block.
 
@@ -138,12 +140,14 @@ class MooncakeEngine:
         If Mooncake is not installed, does not start, or runs another protocol than asked for.
     """
 
-    def __init__(self, worker: str, host: str, *, protocol: str, devices: str, deadline_s: float) -> None:
+    def __init__(
+        self, worker: str, host: str, *, protocol: str, devices: str, deadline_s: float, gid: int | None = None
+    ) -> None:
         self._worker = worker
         self._deadline_s = deadline_s
         self._keeps: list[Memory] = []
         self._stuck = ""
-        with _environment(_settings(protocol)):
+        with _environment(_settings(protocol, gid)):
             native = _load(worker)()
             code = native.initialize(host, "P2PHANDSHAKE", protocol, devices)
             if code:
@@ -267,8 +271,10 @@ def _receive(opened: socket.socket, size: int, stop_at: float) -> bytes:
     return bytes(parts)
 
 
-def _settings(protocol: str) -> dict[str, str | None]:
-    return {
+def _settings(protocol: str, gid: int | None) -> dict[str, str | None]:
+    # Whoever has set the engine's own variable has chosen.
+    chosen = {} if gid is None or "MC_GID_INDEX" in os.environ else {"MC_GID_INDEX": str(gid)}
+    return chosen | {
         "MC_LOG_LEVEL": "ERROR",
         "MC_TCP_SLICE_SIZE": "1048576",
         "MC_FORCE_TCP": "1" if protocol == "tcp" else None,
