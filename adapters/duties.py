@@ -7,7 +7,7 @@ asks for them:
 ::
 
     connect   Probe -> Probed, GiveMap -> MapGiven, Bind -> Bound, Attach -> Done
-    update    Prepare -> Prepared, Transfer -> Transferred, Install -> Done, Publish -> Published
+    update    Prepare -> Prepared, Transfer -> Transferred, Install -> Installed, Publish -> Published
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from adapters.duty_messages import (
     Duty,
     GiveMap,
     Install,
+    Installed,
     MapGiven,
     Prepare,
     Prepared,
@@ -45,8 +46,10 @@ from adapters.duty_messages import (
     Transferred,
 )
 from adapters.failures import HookError, StaleError, VersionError
+from adapters.own_load import OwnLoad
 from adapters.probe_live import Parameters
 from adapters.probe_settle import leave_to_loader
+from adapters.probe_worker import run_loader
 from adapters.probing import LoadWeights, probe
 from adapters.session import Session
 from adapters.storage import Storage, live_memory
@@ -126,6 +129,7 @@ class Duties:
         self._map: SourceMap | None = None
         self._storage: Storage | None = None
         self._proof: Proof | None = None
+        self._own_load: OwnLoad | None = None
         self._executor: Executor | None = None
         self._transport: Transport | None = None
         self._gets_bytes = False
@@ -166,8 +170,7 @@ class Duties:
             case Transfer(version, trace):
                 return self._transfer(version, trace=trace)
             case Install():
-                self._install()
-                return Done(time.perf_counter() - start)
+                return self._install()
             case Assess():
                 return Assessed(self.wrote)
             case Publish(version):
@@ -220,6 +223,9 @@ class Duties:
         self._map = source_map
         self._storage = Storage.of(memory).only(sorted(takes_part))
         self._proof = plan_proof(source_map, duty.cells)
+        self._own_load = None
+        if duty.own_load:
+            self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
         self._gets_bytes = worker.receives and program.release is not None
         self._transport = make_transport(
             duty.transport,
@@ -270,17 +276,22 @@ class Duties:
         stall = None if self._worker.receives else (self.stalled_since, time.monotonic())
         return Transferred(msgspec.msgpack.encode(report), digests, verify_s, stall)
 
-    def _install(self) -> None:
+    def _install(self) -> Installed:
         worker, source_map = self._worker, self._known_map()
         if source_map.opaque:
             staged = self._bound().staged
             pairs = [(name, _tensor(source_map.space, name, staged[name])) for name in source_map.staged_tensors()]
             try:
-                worker.load_weights(pairs)
+                run_loader(worker.load_weights, pairs)
             except Exception as error:
                 raise HookError(f"load_weights raised for {', '.join(n for n, _ in pairs)}: {error!r}") from error
+        start = time.monotonic()
+        if self._own_load is not None:
+            self._own_load.check(self._bound().staged)
+        installed = Installed(time.monotonic() - start, start)
         if self._gets_bytes:
             _run_hook(worker.after_update, "after_update_hook")
+        return installed
 
     # Inside
 

@@ -3,7 +3,7 @@
 ::
 
     Probe -> Probed        GiveMap -> MapGiven     Bind -> Bound          Attach, Stay -> Done
-    Prepare -> Prepared    Transfer -> Transferred    Install -> Done    Publish -> Published    Assess -> Assessed
+    Prepare -> Prepared    Transfer -> Transferred    Install -> Installed    Publish -> Published    Assess -> Assessed
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "Duty",
     "GiveMap",
     "Install",
+    "Installed",
     "MapGiven",
     "Name",
     "Prepare",
@@ -94,12 +95,15 @@ class Bind(Tagged, frozen=True):
         What to digest in every update; empty without verification.
     machines
         How many the job's workers are on.
+    own_load
+        Whether a rollout compares every update with its own loader's work, bit by bit.
     """
 
     program: bytes
     transport: str
     cells: tuple[Cell, ...]
     machines: Count = 1
+    own_load: bool = False
 
 
 class Attach(Tagged, frozen=True):
@@ -208,6 +212,19 @@ class Transferred(Tagged, frozen=True):
     stall: tuple[float, float] | None
 
 
+class Installed(Tagged, frozen=True):
+    """A rollout has everything in place.
+
+    Attributes
+    ----------
+    verify_s, verify_from
+        Seconds that the comparison with its own load took, and when it began; CLOCK_MONOTONIC.
+    """
+
+    verify_s: Seconds = 0.0
+    verify_from: Seconds = 0.0
+
+
 class Assessed(Tagged, frozen=True):
     """Whether this rank's parameters were written by an update that failed."""
 
@@ -226,4 +243,4 @@ class Published(Tagged, frozen=True):
     stall: tuple[float, float]
 
 
-Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Assessed | Published
+Result: TypeAlias = Probed | MapGiven | Bound | Done | Prepared | Transferred | Installed | Assessed | Published

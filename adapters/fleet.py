@@ -250,8 +250,9 @@ def compile_bindings(connection: Connection, transport: str, *, verify: str) -> 
     out = {}
     for worker, source_map in connection.maps.items():
         program = compiler.program(worker, source_map)
-        cells = cells_of(connection.correspondence, worker) if verify == "digest" else ()
-        out[worker] = Binding(Bind(program.to_bytes(), transport, cells), program.peers)
+        cells = () if verify == "off" else cells_of(connection.correspondence, worker)
+        own_load = verify == "full" and worker in connection.needers
+        out[worker] = Binding(Bind(program.to_bytes(), transport, cells, own_load=own_load), program.peers)
     return out
 
 

@@ -207,7 +207,7 @@ class Keeper:
         """Write the kept bits of every tensor without a background into where it lives now."""
         for one in now:
             if one.name in self._steering:
-                _write(one, self._kept[one.name])
+                write_bits(one, self._kept[one.name])
 
     def give_back(self, now: tuple[LiveTensor, ...], lent: Callable[[torch.Tensor], bool]) -> None:
         """Write all kept bits, into the first tensors and, where others took their places, into those too.
@@ -231,7 +231,7 @@ class Keeper:
             if known is None or known.tensor.numel() == 0 or one.tensor.data_ptr() == known.tensor.data_ptr():
                 continue
             if (one.shape, one.dtype) == (known.shape, known.dtype) and not lent(one.tensor):
-                _write(one, self._kept[one.name])
+                write_bits(one, self._kept[one.name])
             else:
                 one.owner.data = known.tensor
         for _ in self._executor.map(_Piece.give_back, self._pieces):
@@ -276,7 +276,7 @@ class _Piece:
 
     def give_back(self) -> None:
         if self.cut is None:
-            _write(self.of, self.kept)
+            write_bits(self.of, self.kept)
         else:
             stream_bits(self.kept, self.live())
 
@@ -365,7 +365,8 @@ def _fill(one: LiveTensor, cut: slice | None) -> None:
         _without_broadcast(one.tensor).view(bit_dtype(item)).fill_(int(value))
 
 
-def _write(one: LiveTensor, kept: Bits) -> None:
+def write_bits(one: LiveTensor, kept: Bits) -> None:
+    """Write a tensor's bits, flat, into its memory."""
     if not one.tensor.numel():
         return
     if one.tensor.device.type == "cpu":

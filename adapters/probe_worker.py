@@ -194,13 +194,8 @@ class ProbedWorker:
     def _call(self, watch: WriteWatch | None) -> None:
         if watch is not None:
             watch.clear()
-        with torch.no_grad(), nullcontext() if watch is None else watch:
-            result = self._load_weights(self.feeder.feed())
-            if isinstance(result, GeneratorType):
-                deque(result, maxlen=0)
-            elif inspect.iscoroutine(result):
-                result.close()
-                raise TypeError("load_weights is a coroutine function; expected one that loads before it returns")
+        with nullcontext() if watch is None else watch:
+            run_loader(self._load_weights, self.feeder.feed())
         for device in {one.tensor.device for one in self.live if one.tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
 
@@ -218,6 +213,23 @@ class ProbedWorker:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+
+
+def run_loader(load_weights: LoadWeights, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Call a loader to its end, without autograd; one that is a generator function is drained.
+
+    Raises
+    ------
+    TypeError
+        If it is a coroutine function, besides whatever it raises itself.
+    """
+    with torch.no_grad():
+        result = load_weights(pairs)
+        if isinstance(result, GeneratorType):
+            deque(result, maxlen=0)
+        elif inspect.iscoroutine(result):
+            result.close()
+            raise TypeError("load_weights is a coroutine function; expected one that loads before it returns")
 
 
 def _describe(error: Exception | None) -> str:

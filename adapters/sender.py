@@ -167,7 +167,8 @@ class SenderAdapter:
         ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own cards after a colon where not all are meant:
         ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must agree.
     verify
-        ``"digest"`` compares digests of what was sent and what landed in every update; ``"off"`` does not.
+        ``"digest"`` compares digests of what was sent and what landed in every update; ``"full"`` does that, and lets
+        every rollout compare what landed with its own ``load_weights``' work, bit by bit; ``"off"`` does neither.
     cast
         Let trainers hold elements wider than the checkpoint's; they are rounded to nearest even when sent.
     deadline_s
@@ -197,8 +198,8 @@ class SenderAdapter:
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         check_staging(staging)
-        if verify not in ("digest", "off"):
-            raise UsageError(f"verify is {verify!r}; expected 'digest' or 'off'")
+        if verify not in ("digest", "full", "off"):
+            raise UsageError(f"verify is {verify!r}; expected 'digest', 'full' or 'off'")
         self._transport = check_transport(transport)
         self._verify, self._cast, self._deadline_s = verify, cast, deadline_s
         self._rank = rank

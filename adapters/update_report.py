@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from adapters.duty_messages import Prepared, Published, Result, Transferred
+from adapters.duty_messages import Installed, Prepared, Published, Result, Transferred
 from adapters.planning import Connection
 from transfer_exec.report import Stall, TransferReport, WorkerEvents, WorkerReport, combine_reports
 
@@ -21,6 +21,7 @@ def gather_report(
     connection: Connection,
     prepared: Mapping[str, Result | None],
     moved: Mapping[str, Result | None],
+    installed: Mapping[str, Result | None],
     published: Mapping[str, Result | None],
     *,
     verify: str,
@@ -31,8 +32,8 @@ def gather_report(
     ----------
     connection
         The plan that was run.
-    prepared, moved, published
-        Results of the trainers' Prepare, of everybody's Transfer, and of the rollouts' Publish.
+    prepared, moved, installed, published
+        Results of the trainers' Prepare, of everybody's Transfer, and of the rollouts' Install and Publish.
     verify
         How the bits were compared.
 
@@ -54,6 +55,9 @@ def gather_report(
                 verify_from[worker] = reports[worker].finished_at
             else:
                 events[worker] = WorkerEvents((Stall(*result.stall),), called_at=result.stall[0])
+    for worker, result in installed.items():
+        if isinstance(result, Installed):
+            verify_s[worker] += result.verify_s
     for worker, result in published.items():
         if isinstance(result, Published):
             events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])

@@ -68,10 +68,12 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version, trace),)), cancel=True)
     moved = fleet.by_worker(results)
     failures |= _compare(connection, sent, moved, [group for group in groups if group in results])
-    for duty in (Install(version), Publish(version)):
-        left = [group for group in groups if group not in failures]
-        results, failed = steps.run_each(dict.fromkeys(left, (duty,)), cancel=False)
-        failures |= failed
+    left = [group for group in groups if group not in failures]
+    installed, failed = steps.run_each(dict.fromkeys(left, (Install(version),)), cancel=False)
+    failures |= failed
+    left = [group for group in left if group not in failures]
+    results, failed = steps.run_each(dict.fromkeys(left, (Publish(version),)), cancel=False)
+    failures |= failed
     for group in results:
         fleet.engines[group] = replace(fleet.engines[group], version=version)
         steps.end(group, None)
@@ -82,7 +84,9 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
             fleet.forget(group for group, why in (refused | failures).items() if why.kind in _SILENT)
         _give_up(steps, failure, [group for group in groups if group in failures])
         return
-    report = gather_report(connection, holding, moved, fleet.by_worker(results), verify=intent.verify)
+    report = gather_report(
+        connection, holding, moved, fleet.by_worker(installed), fleet.by_worker(results), verify=intent.verify
+    )
     steps.end(TRAINERS, None, report_bytes(report))
 
 

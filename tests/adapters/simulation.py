@@ -29,6 +29,7 @@ from adapters.duty_messages import (
     Duty,
     GiveMap,
     Install,
+    Installed,
     MapGiven,
     Prepare,
     Prepared,
@@ -223,7 +224,7 @@ class Duties:
             case Transfer(version):
                 return self._transfer(version, fault)
             case Install():
-                return Done(0.0)
+                return Installed()
             case Assess():
                 return Assessed(self.wrote)
             case Publish(version):

@@ -460,7 +460,7 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         make(staging=True)
     with pytest.raises(UsageError, match=r"transport 'rdma'"):
         make(transport="rdma")
-    with pytest.raises(UsageError, match=r"verify is 'maybe'"):
+    with pytest.raises(UsageError, match=r"verify is 'maybe'; expected 'digest', 'full' or 'off'"):
         make(verify="maybe")
     with pytest.raises(UsageError, match=r"rank 3 of world_size 1"):
         make(rank=3)
