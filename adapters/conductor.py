@@ -42,6 +42,8 @@ class Conductor:
         Of every step.
     turned_away
         How many callers without the job's key have been.
+    progress
+        Told of every phase, as by `Steps`.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Conductor:
         *,
         deadline_s: float,
         turned_away: Callable[[], int] = lambda: 0,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self._trainers = tuple(trainers)
-        self._steps = Steps(send, deadline_s=deadline_s, turned_away=turned_away)
+        self._steps = Steps(send, deadline_s=deadline_s, turned_away=turned_away, progress=progress)
         self._fleet = Fleet(trainers, self._steps)
         self._topology: Topology | None = None
         self._thread = threading.Thread(target=self._run, name="transload conductor", daemon=True)
@@ -111,9 +114,13 @@ class Conductor:
             # Whether the others can do without those that are gone is for the plan to say.
             missing = [worker for worker in missing if worker not in gone and worker in self._fleet.connection.holders]
             gone = []
-        if missing and not gone and waited_s < self._steps.deadline_s:
+        connecting = isinstance(first.intent, ConnectIntent)
+        if missing and (connecting or not gone) and waited_s < self._steps.deadline_s:
             return False
-        self._steps.open()
+        if connecting and self._trainers[0] in calls:
+            # Those that did not call in time may hold nothing that the others do not hold.
+            missing, gone = [], []
+        self._steps.open(_kind(first))
         for call in calls.values():
             if call.failure is not None:
                 raise_failure(call.failure)
@@ -135,9 +142,14 @@ class Conductor:
         call = calls[self._trainers[0]]
         match call.intent:
             case ConnectIntent():
-                connect(self._fleet, self._steps, call.intent, self._topology)
+                absent = [worker for worker in self._trainers if worker not in calls]
+                connect(self._fleet, self._steps, call.intent, self._topology, absent)
             case SendIntent(version, trace):
                 update(self._fleet, self._steps, version, call.metadata, trace=trace)
+
+
+def _kind(call: Call) -> str:
+    return f"version {call.intent.version}" if isinstance(call.intent, SendIntent) else "connect"
 
 
 def _shown(call: Call) -> str:

@@ -95,6 +95,9 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Phase -> how long it took on the slowest worker.
     places
         Worker -> address, interface and cards at which its peers reach it, of a transport between machines.
+    lost
+        Engines that were left out because they failed, hung or died on the way, and why; a connect that names one
+        again takes it in.
     """
 
     engines: tuple[str, ...]
@@ -115,6 +118,7 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: tuple[WorkerSummary, ...]
     seconds: dict[str, float]
     places: dict[str, str] = {}
+    lost: dict[str, str] = {}
 
     def worker(self, name: str) -> WorkerSummary:
         """One worker's part; KeyError if it takes none."""
@@ -153,6 +157,7 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"sends {one.bytes_sent:,} and receives {one.bytes_received:,} bytes"
             )
         lines += [f"  unused by {side}: {_listed(names)}" for side, names in self.unused.items() if names]
+        lines += [f"  left out: engine {name}: {why}" for name, why in self.lost.items()]
         if self.kept:
             lines.append(f"  keep their old values: {_listed(self.kept)}")
         lines.append("  " + ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items()))

@@ -4,7 +4,9 @@
 
     wait for the engines, stop them at one poll, probe, fetch new maps, plan, compile, bind, attach
 
-Nothing of an earlier connect is given up before all of that has succeeded.
+An engine that fails, hangs or is lost on the way is told, left out, and named in the report; the others go on. So do
+trainers without one that did not call, if they hold everything. Nothing of an earlier connect is given up before the
+workers are bound.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from adapters.connect_report import ConnectReport, describe_worker
-from adapters.duty_messages import GiveMap, MapGiven, Probe, Probed, Result, Stay
-from adapters.failures import raise_failure
-from adapters.fleet import Fleet, compile_bindings, is_complete
+from adapters.duty_messages import Duty, GiveMap, MapGiven, Probe, Probed, Stay
+from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
+from adapters.fleet import Fleet, compile_bindings
 from adapters.messages import ConnectIntent, Roster
 from adapters.planning import Connection, group_of
-from adapters.steps import STOP, TRAINERS, Say, Steps
+from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete
 from adapters.transports import choose_transport
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
-from transfer_exec.errors import DeadlineError
+from transfer_exec.errors import DeadlineError, UnheldError
 from transfer_exec.topology import Topology
 
 __all__ = ["connect"]
@@ -31,53 +33,80 @@ __all__ = ["connect"]
 _LISTEN_S = 0.5
 
 
-def connect(fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topology | None) -> None:
-    """Carry out a connect that all trainers have called; on return everybody has been told.
+def connect(
+    fleet: Fleet, steps: Steps, intent: ConnectIntent, topology: Topology | None, absent: Sequence[str] = ()
+) -> None:
+    """Carry out a connect that all trainers have called but those that are absent; on return everybody has been told.
 
     Raises
     ------
     TransferError, LayoutError
-        Whatever keeps it from succeeding; nobody but the engines that were waited for has been told.
+        Whatever keeps it from succeeding, for instance that no engine that it names can be connected.
     """
     seconds: dict[str, float] = {}
+    lost: dict[str, Failure] = {}
     listed = [f"engine/{name}" for name in intent.engines]
     with _timed(seconds, "wait for engines"):
         _await_engines(steps, listed)
         kept = [group for group in fleet.present_engines() if group not in listed]
         groups = sorted([*listed, *kept], key=natural_key)
         transport = choose_transport(fleet.members(groups), intent.transport)
-    steps.idle = set()
+    steps.idle = set(absent)
     with _timed(seconds, "stop"):
-        steps.run(dict.fromkeys(groups, STOP))
+        stopped = steps.run_without(dict.fromkeys(groups, STOP), lost)
+        groups = [group for group in groups if group in stopped]
     with _timed(seconds, "probe"):
-        probe: dict[str, Say] = {group: (Probe(),) for group in (TRAINERS, *listed)}
-        probed, failures = steps.run_each({**probe, **{group: (Stay(),) for group in kept}}, cancel=True)
-        if failures:
-            # Everybody has its own bits again by now.
-            raise_failure(min(failures.values(), key=lambda failure: failure.echo))
+        probe: dict[str, Say] = {group: (Probe() if group in listed else Stay(),) for group in groups}
+        probed = steps.run_without({TRAINERS: (Probe(),), **probe}, lost, decisive=(TRAINERS,))
+        digests = {group: _digests(fleet, group, probed) for group in (TRAINERS, *groups) if group in probed}
     with _timed(seconds, "fetch maps"):
-        digests = {group: _digests(probed[group]) for group in (TRAINERS, *listed)}
-        digests |= {group: fleet.engines[group].digests for group in kept}
-        _fetch_maps(fleet, steps, digests)
-    with _timed(seconds, "plan"):
-        holders = _workers_maps(fleet, TRAINERS, digests[TRAINERS])
-        needers = {w: m for group in groups for w, m in _workers_maps(fleet, group, digests[group]).items()}
-        connection = fleet.plan(intent, topology, holders, needers)
-    with _timed(seconds, "compile"):
-        bindings = compile_bindings(connection, transport, verify=intent.verify)
-    with _timed(seconds, "bind"):
-        fleet.bind(bindings)
-    fleet.connected(intent, topology, connection, digests)
+        _fetch_maps(fleet, steps, digests, lost)
+    while True:
+        groups = steps.leave_out([group for group in digests if group != TRAINERS], {}, lost)
+        if lost and not any(group in listed for group in groups):
+            raise_failure(next(iter(lost.values())))
+        digests = {group: digests[group] for group in (TRAINERS, *groups)}
+        steps.note("plan")
+        with _timed(seconds, "plan"):
+            holders = {worker: fleet.maps[one] for worker, one in digests[TRAINERS].items()}
+            needers = {worker: fleet.maps[one] for group in groups for worker, one in digests[group].items()}
+            try:
+                connection = fleet.plan(intent, topology, holders, needers)
+            except (UnheldError, CoverageError) as error:
+                _raise_absent(steps, absent, error)
+                raise
+        with _timed(seconds, "compile"):
+            bindings = compile_bindings(connection, transport, verify=intent.verify)
+        with _timed(seconds, "bind"):
+            failures = fleet.bind(bindings)
+        if not failures:
+            break
+        left = steps.leave_out(groups, failures, lost)
+        digests = {group: digests[group] for group in (TRAINERS, *left)}
+    fleet.connected(intent, topology, connection, {group: tuple(each.values()) for group, each in digests.items()})
     for group in groups:
         steps.end(group, None)
-    layouts = len({d for each in digests.values() for d in each})
-    report = _describe(connection, intent, transport, seconds, layouts, fleet.places)
+    layouts = len({one for each in digests.values() for one in each.values()})
+    report = _describe(fleet, connection, intent, transport, seconds, layouts, lost)
     steps.end(TRAINERS, None, report.to_bytes())
 
 
+def _raise_absent(steps: Steps, absent: Sequence[str], error: Exception) -> None:
+    """Say whose absence is why the trainers do not hold everything."""
+    lacking = f"and the other trainers do not hold everything: {error}; call connect on every trainer rank"
+    gone = [worker for worker in absent if worker in steps.gone]
+    if gone:
+        raise LostWorkerError(f"{', '.join(gone)} is gone, {lacking}") from error
+    if absent:
+        raise DeadlineError(
+            f"{', '.join(absent)} did not call connect within {steps.deadline_s:g} s, {lacking}"
+        ) from error
+
+
 def _await_engines(steps: Steps, groups: Sequence[str]) -> None:
+    steps.note(f"wait for {', '.join(groups)}")
     stop_at = time.monotonic() + steps.deadline_s
-    while missing := [group for group in (TRAINERS, *groups) if not is_complete(steps.rosters.get(group))]:
+    while missing := [group for group in groups if not is_complete(steps.rosters.get(group))]:
         if time.monotonic() >= stop_at:
             known = [_missing_ranks(group, steps.rosters.get(group)) for group in missing]
             strangers = steps.turned_away()
@@ -89,37 +118,46 @@ def _await_engines(steps: Steps, groups: Sequence[str]) -> None:
         steps.listen(min(_LISTEN_S, max(0.0, stop_at - time.monotonic())))
 
 
-def _fetch_maps(fleet: Fleet, steps: Steps, digests: Mapping[str, Sequence[str]]) -> None:
-    """Get every map that is not known yet, from one of the workers that have it."""
-    fleet.maps = {d: fleet.maps[d] for each in digests.values() for d in each if d in fleet.maps}
-    asked: set[str] = set()
-    say: dict[str, Say] = {}
-    for group, each in digests.items():
-        duties = []
-        for one in each:
-            new = one not in fleet.maps and one not in asked
-            asked.add(one)
-            duties.append(GiveMap(one) if new else Stay())
-        if any(isinstance(duty, GiveMap) for duty in duties):
-            say[group] = tuple(duties)
-    for results in steps.run(say).values():
-        for result in results:
+def _fetch_maps(fleet: Fleet, steps: Steps, digests: dict[str, dict[str, str]], lost: dict[str, Failure]) -> None:
+    """Get every map that is not known yet, from one of the workers that have it; engines that fail are left out."""
+    fleet.maps = {d: fleet.maps[d] for each in digests.values() for d in each.values() if d in fleet.maps}
+    while say := _requests(fleet, digests):
+        results, failures = steps.run_each(say)
+        left = steps.leave_out([group for group in digests if group != TRAINERS], failures, lost)
+        for group in digests.keys() - {TRAINERS, *left}:
+            del digests[group]
+        for result in (each for group in results for each in results[group]):
             if isinstance(result, MapGiven):
                 given = SourceMap.from_bytes(result.data)
                 fleet.maps[given.digest()] = given
+        for group in results:
+            if any(isinstance(duty, GiveMap) and duty.digest not in fleet.maps for duty in say[group]):
+                raise StaleError(f"{group}: gave another source map than it had found; call connect again")
 
 
-def _workers_maps(fleet: Fleet, group: str, digests: Sequence[str]) -> dict[str, SourceMap]:
-    return {worker: fleet.maps[one] for worker, one in zip(fleet.ranks(group), digests, strict=True)}
+def _requests(fleet: Fleet, digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[Duty | None, ...]]:
+    """Whom to ask for which maps: every one that is missing once."""
+    asked: set[str] = set()
+    say: dict[str, tuple[Duty | None, ...]] = {}
+    for group, each in digests.items():
+        duties: dict[str, Duty] = dict.fromkeys(each, Stay())
+        for worker, one in each.items():
+            if one not in fleet.maps and one not in asked:
+                asked.add(one)
+                duties[worker] = GiveMap(one)
+        if any(isinstance(duty, GiveMap) for duty in duties.values()):
+            say[group] = tuple(duties.get(worker) for worker in fleet.ranks(group))
+    return say
 
 
 def _describe(
+    fleet: Fleet,
     connection: Connection,
     intent: ConnectIntent,
     transport: str,
     seconds: dict[str, float],
     layouts: int,
-    places: Mapping[str, str],
+    lost: Mapping[str, Failure],
 ) -> ConnectReport:
     plan, space = connection.plan, connection.correspondence.space
     sides: dict[str, set[str]] = {}
@@ -144,13 +182,19 @@ def _describe(
         planned_s=plan.load_s,
         workers=tuple(describe_worker(worker, source_map, plan) for worker, source_map in connection.maps.items()),
         seconds=seconds,
-        places={worker: place for worker, place in places.items() if place},
+        places={worker: place for worker, place in fleet.places.items() if place},
+        lost={group.removeprefix("engine/"): str(why) for group, why in lost.items()},
     )
 
 
-def _digests(results: Sequence[Result | None]) -> tuple[str, ...]:
-    """Map digests of a group's probes, in rank order."""
-    return tuple(result.map_digest for result in results if isinstance(result, Probed))
+def _digests(fleet: Fleet, group: str, results: Results) -> dict[str, str]:
+    """Worker -> digest of its map, in rank order; of engines that were not probed again, as known."""
+    probed = {
+        worker: one.map_digest
+        for worker, one in zip(fleet.ranks(group), results[group], strict=True)
+        if isinstance(one, Probed)
+    }
+    return probed or dict(zip(fleet.ranks(group), fleet.engines[group].digests, strict=True))
 
 
 def _missing_ranks(group: str, roster: Roster | None) -> str:
@@ -164,4 +208,4 @@ def _missing_ranks(group: str, roster: Roster | None) -> str:
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[phase] = time.perf_counter() - start
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

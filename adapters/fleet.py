@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from adapters.duty_messages import Attach, Bind, Bound, Result
-from adapters.failures import LostWorkerError, StaleError
+from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError
 from adapters.messages import ConnectIntent, Member, Roster
 from adapters.planning import Connection, group_of, make_connection, topology_of_hosts
-from adapters.steps import TRAINERS, Results, Steps
+from adapters.steps import TRAINERS, Results, Steps, is_complete
 from adapters.verification import cells_of
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
@@ -24,7 +24,7 @@ from transfer_exec.compiler import Compiler
 from transfer_exec.errors import UnheldError
 from transfer_exec.topology import Topology
 
-__all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations", "is_complete"]
+__all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations"]
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class Fleet:
         """Make a connection of these workers; without a topology, from the machines they run on."""
         if topology is None:
             members = self.members({group_of(worker) for worker in needers})
-            topology = topology_of_hosts({member.worker: member.host for member in members})
+            topology = topology_of_hosts(
+                {m.worker: m.host for m in members if m.worker in holders or m.worker in needers}
+            )
         return make_connection(
             holders,
             needers,
@@ -151,21 +153,42 @@ class Fleet:
             cast=intent.cast,
         )
 
-    def bind(self, bindings: Mapping[str, Binding]) -> None:
-        """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction."""
+    def bind(self, bindings: Mapping[str, Binding]) -> dict[str, Failure]:
+        """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction.
+
+        Returns
+        -------
+        dict
+            Engines that could not be bound, and why: then nobody is, and the others need a plan without them.
+
+        Raises
+        ------
+        TransferError
+            If a trainer cannot be bound.
+        """
         self.bound = False
         self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
         groups = sorted({group_of(worker) for worker in bindings}, key=natural_key)
         engines = {group_of(worker) for worker in bindings} - {TRAINERS}
         machines = len({member.host for member in self.members(engines)})
         binds = {worker: structs.replace(each.bind, machines=machines) for worker, each in bindings.items()}
-        bound = self.by_worker(self._steps.run({g: tuple(binds.get(w) for w in self.ranks(g)) for g in groups}))
+        results, failures = self._steps.run_each(
+            {g: tuple(binds.get(w) for w in self.ranks(g)) for g in groups}, decisive=(TRAINERS,)
+        )
+        failures |= self._steps.absent(results)
+        if failures:
+            return self._steps.blame(failures)
+        bound = self.by_worker(results)
         endpoints = {worker: result.endpoint for worker, result in bound.items() if isinstance(result, Bound)}
         self.places = {worker: result.place for worker, result in bound.items() if isinstance(result, Bound)}
         attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
-        self._steps.run({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
+        results, failures = self._steps.run_each({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
+        failures |= self._steps.absent(results)
+        if failures:
+            return self._steps.blame(failures)
         self.bindings = dict(bindings)
         self.bound = True
+        return {}
 
     def connected_engines(self) -> list[str]:
         """Engines that an update reaches; those that are gone are left out, with a new plan for the others.
@@ -205,9 +228,10 @@ class Fleet:
         if holders.keys() == self.connection.holders.keys() and set(groups) == self._routed:
             return
         needers = {w: self.maps[d] for g in groups for w, d in zip(self.ranks(g), self.engines[g].digests, strict=True)}
+        self._steps.note("plan")
         try:
             self.connection = self.plan(self.intent, self.topology, holders, needers)
-        except UnheldError as error:
+        except (UnheldError, CoverageError) as error:
             if not gone:
                 raise
             raise LostWorkerError(
@@ -241,7 +265,8 @@ class Fleet:
         }
         self.intent, self.topology, self.connection = intent, topology, connection
         self.engines, self._routed = engines, set(engines)
-        self.trainers = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
+        there = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
+        self.trainers = {worker: there.get(worker, "") for worker in connection.holders}
 
 
 def compile_bindings(connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
@@ -259,8 +284,3 @@ def compile_bindings(connection: Connection, transport: str, *, verify: str) -> 
 def incarnations(roster: Roster) -> tuple[str, ...]:
     """Which processes a group is, in rank order."""
     return tuple(member.incarnation for member in roster.members)
-
-
-def is_complete(roster: Roster | None) -> bool:
-    """Whether every rank of a group has joined."""
-    return roster is not None and len(roster.members) == roster.world_size

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from adapters.duty_messages import Assess, Duty, Install, Prepare, Probe, Publish, Result, Transfer
+from adapters.duty_messages import Assess, Duty, Install, Probe, Publish, Result, Transfer
 from adapters.failures import Failure, LostWorkerError, UsageError
 from adapters.messages import (
     LEFT,
@@ -34,12 +34,14 @@ from adapters.messages import (
     FromRank,
     Gathered,
     Member,
+    Note,
     ProposeStop,
     Relay,
     Roster,
     Stop,
     ToLead,
     ToRank,
+    phase_of,
 )
 from adapters.promise import Commit, PollLead, Propose
 from transfer_exec.errors import DeadlineError
@@ -88,6 +90,7 @@ class GroupLead:
         self._txn = 0
         self._step: int | None = None
         self._duty: Duty | None = None
+        self._of = ""
         self._deadline = 0.0
         self._deadline_s = 0.0
         self._early_failure: Failure | None = None
@@ -127,22 +130,22 @@ class GroupLead:
     def from_conductor(self, message: ToLead) -> None:
         """Begin, go on with, or end a transaction."""
         match message:
-            case Stop(txn, deadline_s):
-                self._open(txn, 0, None, deadline_s)
+            case Stop(txn, deadline_s, of):
+                self._open(txn, 0, None, deadline_s, of)
                 if self._can_begin():
                     self._propose(self._polls.begin({self._ranks[0]: self._own_counter()}))
-            case Relay(txn, step, deadline_s, duties):
+            case Relay(txn, step, deadline_s, duties, of):
                 each = dict(zip(self._ranks, duties if len(duties) > 1 else duties * len(self._ranks), strict=False))
                 acting = {rank: duty for rank, duty in each.items() if duty is not None}
-                self._open(txn, step, next(iter(acting.values()), None), deadline_s)
+                self._open(txn, step, next(iter(acting.values()), None), deadline_s, of)
                 self._acting = tuple(acting)
                 if len(duties) not in (1, len(self._ranks)):
                     text = f"{len(duties)} duties for the {len(self._ranks)} ranks of {self._group}"
                     self._fail(Failure(UsageError.__name__, self._ranks[0], text))
                 elif self._can_begin():
                     for rank, duty in acting.items():
-                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty))
-            case Cancel():
+                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty, of))
+            case Cancel() | Note():
                 for rank in self._ranks:
                     self._to_rank(rank, message)
             case End():
@@ -199,11 +202,11 @@ class GroupLead:
 
     # One step
 
-    def _open(self, txn: int, step: int, duty: Duty | None, deadline_s: float) -> None:
+    def _open(self, txn: int, step: int, duty: Duty | None, deadline_s: float, of: str) -> None:
         if txn != self._txn:
             self._agreements, self._values = 0, {}
             self._early_failure = None
-        self._txn, self._step, self._duty = txn, step, duty
+        self._txn, self._step, self._duty, self._of = txn, step, duty, of
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
         self._acting = self._ranks
         self._results = {}
@@ -221,7 +224,7 @@ class GroupLead:
 
     def _propose(self, proposal: Propose) -> None:
         for rank in self._ranks:
-            self._to_rank(rank, ProposeStop(self._txn, proposal))
+            self._to_rank(rank, ProposeStop(self._txn, proposal, self._of))
 
     def _commit(self, commit: Commit) -> None:
         for rank in self._ranks:
@@ -277,8 +280,4 @@ class GroupLead:
                 self._to_rank(rank, Agreed(self._txn, number, largest))
 
     def _phase(self) -> str:
-        duty = self._duty
-        if self._step == 0 or duty is None:
-            return "agreeing on a poll"
-        name = type(duty).__name__.lower()
-        return f"{name}, version {duty.version}" if isinstance(duty, (Prepare, Transfer, Install)) else name
+        return phase_of(None if self._step == 0 else self._duty, self._of)

@@ -6,9 +6,9 @@ Three kinds of speakers: the *conductor* (a thread of trainer rank 0) runs conne
 ::
 
     rank -> lead          Call (a trainer called connect or send_weights), Answer, AnswerStop, AgreeValue
-    lead -> rank          Ask (one duty), ProposeStop, Committed, Agreed, Cancel, End
+    lead -> rank          Ask (one duty), ProposeStop, Committed, Agreed, Note, Cancel, End
     lead -> conductor     Roster, Call, Gathered
-    conductor -> lead     Stop (agree on a poll), Relay (duties for the ranks), Cancel, End
+    conductor -> lead     Stop (agree on a poll), Relay (duties for the ranks), Note (what others do), Cancel, End
 
 A transaction is one connect or one update. Its steps count up; answers to an older step or transaction are ignored.
 Bulky payloads (maps, programs, plans) are bytes inside the messages that carry them; all other messages are small.
@@ -20,11 +20,31 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from adapters.duty_messages import Count, Duty, Name, Result, Seconds, Struct, Tagged
+from adapters.duty_messages import (
+    Count,
+    Duty,
+    Install,
+    Name,
+    Prepare,
+    Publish,
+    Result,
+    Seconds,
+    Struct,
+    Tagged,
+    Transfer,
+)
 from adapters.failures import Failure
 from adapters.promise import Promise, Propose
 
-__all__ = ["MAX_MESSAGE_BYTES", "MAX_SMALL_MESSAGE_BYTES", "MalformedMessageError", "Message", "decode", "encode"]
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "MAX_SMALL_MESSAGE_BYTES",
+    "MalformedMessageError",
+    "Message",
+    "decode",
+    "encode",
+    "phase_of",
+]
 
 MAX_MESSAGE_BYTES = 1 << 30
 """No message is larger; the socket itself refuses more."""
@@ -38,6 +58,9 @@ MAX_SMALL_MESSAGE_BYTES = 1 << 20
 
 Duties: TypeAlias = Annotated[tuple[Duty | None, ...], msgspec.Meta(min_length=1)]
 """One for all ranks, or one each in rank order; a rank without one takes no part."""
+
+Words: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+"""A few, for people."""
 
 LEFT = -1
 """Step number in the answer of a rank that leaves a transaction between or inside its duties."""
@@ -164,12 +187,16 @@ class Call(Tagged, frozen=True):
 
 
 class Ask(Tagged, frozen=True):
-    """One duty for one rank; the next message comes within ``patience_s``, or the lead is gone."""
+    """One duty for one rank; the next message comes within ``patience_s``, or the lead is gone.
+
+    ``of`` says what the transaction is, in this message as in others: ``"connect"``, ``"version 7"``.
+    """
 
     txn: Count
     step: Count
     patience_s: Seconds
     duty: Duty
+    of: Words = ""
 
 
 class Answer(Tagged, frozen=True):
@@ -186,6 +213,7 @@ class ProposeStop(Tagged, frozen=True):
 
     txn: Count
     proposal: Propose
+    of: Words = ""
 
 
 class AnswerStop(Tagged, frozen=True):
@@ -217,6 +245,26 @@ class Cancel(Tagged, frozen=True):
 
     txn: Count
     failure: Failure
+
+
+class Note(Tagged, frozen=True):
+    """What those who wait in a transaction wait for, so that they can say so and are patient.
+
+    Attributes
+    ----------
+    what
+        A phase, and perhaps who is done with it: ``"stop"``, ``"probe: engine/a"``.
+    done, total
+        How many groups are done with it, and of how many.
+    patience_s
+        The next message comes within so many seconds, or the conductor is gone.
+    """
+
+    txn: Count
+    what: Words
+    done: Count
+    total: Count
+    patience_s: Seconds
 
 
 class Agreed(Tagged, frozen=True):
@@ -254,6 +302,7 @@ class Stop(Tagged, frozen=True):
 
     txn: Count
     deadline_s: Seconds
+    of: Words = ""
 
 
 class Relay(Tagged, frozen=True):
@@ -263,6 +312,7 @@ class Relay(Tagged, frozen=True):
     step: Count
     deadline_s: Seconds
     duties: Duties
+    of: Words = ""
 
 
 class Roster(Tagged, frozen=True):
@@ -291,14 +341,16 @@ class Gathered(Tagged, frozen=True):
 
 
 ToParent: TypeAlias = Hello | Bye | Call | Answer | AnswerStop | AgreeValue | Roster | Gathered
-ToChild: TypeAlias = Welcome | Refused | Ping | Ask | ProposeStop | Committed | Agreed | Cancel | End | Stop | Relay
+ToChild: TypeAlias = (
+    Welcome | Refused | Ping | Ask | ProposeStop | Committed | Agreed | Note | Cancel | End | Stop | Relay
+)
 Message: TypeAlias = ToParent | ToChild
 FromRank: TypeAlias = Call | Answer | AnswerStop | AgreeValue
-ToRank: TypeAlias = Ask | ProposeStop | Committed | Agreed | Cancel | End
+ToRank: TypeAlias = Ask | ProposeStop | Committed | Agreed | Note | Cancel | End
 FromLead: TypeAlias = Roster | Call | Gathered
-ToLead: TypeAlias = Stop | Relay | Cancel | End
+ToLead: TypeAlias = Stop | Relay | Note | Cancel | End
 
-PROTOCOL = 1
+PROTOCOL = 2
 _BULKY = (Answer, Ask, Relay, Gathered, End)
 
 
@@ -333,6 +385,18 @@ def decode(data: bytes, *, from_child: bool) -> Message:
     if len(data) > MAX_SMALL_MESSAGE_BYTES and not isinstance(message, _BULKY):
         raise MalformedMessageError(f"{type(message).__name__} of {len(data)} bytes")
     return message
+
+
+def phase_of(duty: Duty | None, of: str = "") -> str:
+    """What a duty is called in errors, logs and progress; without one, ranks are agreeing on a poll.
+
+    >>> phase_of(Prepare(7, b"")), phase_of(None, "connect")
+    ('prepare, version 7', 'agreeing on a poll, connect')
+    """
+    if isinstance(duty, (Prepare, Transfer, Install, Publish)):
+        of = f"version {duty.version}"
+    name = "agreeing on a poll" if duty is None else type(duty).__name__.lower()
+    return f"{name}, {of}" if of else name
 
 
 _FROM_CHILD: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)

@@ -296,7 +296,13 @@ class SenderAdapter:
         assert isinstance(end, End)
         if end.failure is not None:
             raise_failure(end.failure)
-        return ConnectReport.from_bytes(end.outcome)
+        report = ConnectReport.from_bytes(end.outcome)
+        if all(one.worker != self._station.worker for one in report.workers):
+            raise StaleError(
+                f"{self._station.worker}: the others connected without this rank, which did not call connect in time; "
+                "call it on every trainer rank"
+            )
+        return report
 
     def send_weights(
         self,

@@ -33,15 +33,19 @@ from adapters.messages import (
     End,
     FromRank,
     Intent,
+    Note,
     ProposeStop,
     ToRank,
+    phase_of,
 )
+from adapters.probe_worker import Progress
 from adapters.promise import PollCounter, Standing
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["Session"]
 
 _KEPT_ENDS = 8
+_KEPT_NOTES = 1024
 _SILENCE_MARGIN_S = 15.0
 
 
@@ -73,6 +77,9 @@ class Session:
         self._mail: deque[Ask] = deque()
         self._ends: dict[int, End] = {}
         self._patience_s = deadline_s
+        self._heard_at = 0.0
+        self._notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
+        self._phase = "the call"
         self._agreed: dict[int, int] = {}
         self._agreements = 0
         self._refusal: Failure | None = None
@@ -125,7 +132,7 @@ class Session:
                     failure = self._leave(
                         DeadlineError(
                             f"promised to stop at poll {self._polls.counter} and heard nothing more within "
-                            f"{self._deadline_s:g} s; the engine may go on, nothing was written"
+                            f"{self._deadline_s:g} s, last of {self._phase}; the engine may go on, nothing was written"
                         )
                     )
                     raise_failure(failure)
@@ -143,10 +150,18 @@ class Session:
         with self._changed:
             after = self._txn
             self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
+            self._notes.clear()
         self._send_up(Call(self._worker, after, intent, metadata, failure))
         return after
 
-    def serve(self, perform: Callable[[Duty], Result], *, after: int, until: type[Duty] | None = None) -> End | int:
+    def serve(
+        self,
+        perform: Callable[[Duty], Result],
+        *,
+        after: int,
+        until: type[Duty] | None = None,
+        progress: Progress | None = None,
+    ) -> End | int:
         """Do every duty of one transaction.
 
         Parameters
@@ -157,6 +172,8 @@ class Session:
             Ignore transactions up to this one.
         until
             Leave after a duty of this type was done well.
+        progress
+            Told, between duties, what is being done and what is waited for. What it raises ends the call.
 
         Returns
         -------
@@ -173,7 +190,13 @@ class Session:
                 ask = self._next(after)
                 if isinstance(ask, End):
                     return ask
+                if isinstance(ask, Note):
+                    _tell(progress, ask.what, ask.done, ask.total)
+                    continue
+                phase = phase_of(ask.duty, ask.of)
+                _tell(progress, phase, 0, 1)
                 answer = self._answer(perform, ask)
+                _tell(progress, phase, 1, 1)
                 with self._changed:
                     over = ask.txn in self._ends
                 if not over:
@@ -188,16 +211,21 @@ class Session:
                 self._leave(error)
             raise
 
-    def wait_end(self, txn: int, timeout_s: float | None) -> End | None:
+    def wait_end(self, txn: int, timeout_s: float | None, progress: Progress | None = None) -> End | None:
         """The end of a transaction that `serve` left early; None if it has not come in time, or is long past."""
         stop_at = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while txn not in self._ends and self._txn == txn:
+        while True:
+            with self._changed:
                 left = None if stop_at is None else stop_at - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
-            return self._ends.get(txn)
+                over = txn in self._ends or self._txn != txn or (left is not None and left <= 0)
+                if not over and not self._notes:
+                    self._changed.wait(left)
+                notes = list(self._notes)
+                self._notes.clear()
+            for note in notes:
+                _tell(progress, note.what, note.done, note.total)
+            if over:
+                return self._ends.get(txn)
 
     def wait_settled(self) -> None:
         """Wait, up to the deadline, for the end of a transaction that `serve` left early: it still needs this rank."""
@@ -225,7 +253,10 @@ class Session:
                     gone = Failure(LostWorkerError.__name__, self._worker, "the probe was ended")
                     raise_failure(failure or gone)
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
-                    raise DeadlineError(f"{self._worker}: the other ranks did not agree on a number of loads in time")
+                    raise DeadlineError(
+                        f"{self._worker}: {self._phase}: the other ranks did not agree on a number of loads within "
+                        f"{self._patience_s:g} s"
+                    )
             return self._agreed[number]
 
     def on_cancel(self, act: Callable[[str], None] | None) -> None:
@@ -239,12 +270,19 @@ class Session:
 
     # The control thread
 
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Hand something on to the caller's progress; any thread may call it."""
+        with self._changed:
+            self._notes.append(Note(self._txn, what, done, total, self._patience_s))
+            self._changed.notify_all()
+
     def deliver(self, message: ToRank) -> None:
         """Take a message from the lead."""
         with self._changed:
             match message:
-                case ProposeStop(txn, proposal):
+                case ProposeStop(txn, proposal, of):
                     self._begin(txn)
+                    self._phase = phase_of(None, of)
                     if self._refusal is not None:
                         self._send_up(AnswerStop(txn, None, self._refusal))
                     else:
@@ -257,7 +295,12 @@ class Session:
                 case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     self._begin(txn)
                     self._patience_s = message.patience_s
+                    self._phase = phase_of(message.duty, message.of)
                     self._mail.append(message)
+                case Note(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
+                    # It does not begin the transaction: a trainer that has not called takes no part in it.
+                    self._patience_s, self._heard_at, self._phase = message.patience_s, time.monotonic(), message.what
+                    self._notes.append(message)
                 case Agreed(txn, number, value) if txn == self._txn:
                     self._agreed[number] = value
                 case Cancel(txn, failure) if txn == self._txn:
@@ -319,10 +362,12 @@ class Session:
 
     # Inside
 
-    def _next(self, after: int) -> Ask | End:
+    def _next(self, after: int) -> Ask | End | Note:
         with self._changed:
-            stop_at = time.monotonic() + self._patience_s
+            began = time.monotonic()
             while True:
+                if self._notes:
+                    return self._notes.popleft()
                 if self._mail and self._mail[0].txn > after:
                     return self._mail.popleft()
                 newest = max(self._ends, default=0)
@@ -330,9 +375,10 @@ class Session:
                     return self._ends[newest]
                 if self._broken is not None:
                     return End(self._txn, self._broken)
+                stop_at = max(began, self._heard_at) + self._patience_s
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
                     raise DeadlineError(
-                        f"{self._worker}: heard nothing more of the connect or update within {self._patience_s:g} s"
+                        f"{self._worker}: heard nothing more within {self._patience_s:g} s, last of {self._phase}"
                     )
 
     def _answer(self, perform: Callable[[Duty], Result], ask: Ask) -> Answer:
@@ -340,3 +386,8 @@ class Session:
             return Answer(ask.txn, ask.step, perform(ask.duty), None)
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it, whatever it is
             return Answer(ask.txn, ask.step, None, failure_of(error, self._worker))
+
+
+def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(what, done, total)

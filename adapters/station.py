@@ -37,6 +37,7 @@ from adapters.messages import (
     FromRank,
     Gathered,
     Member,
+    Note,
     ProposeStop,
     Relay,
     Roster,
@@ -113,7 +114,11 @@ class Station:
         ranks = tuple(f"{group}/{each}" for each in range(world_size))
         if rank == 0 and group == TRAINERS:
             self.conductor = Conductor(
-                ranks, self._to_lead, deadline_s=deadline_s, turned_away=lambda: self._post.turned_away
+                ranks,
+                self._to_lead,
+                deadline_s=deadline_s,
+                turned_away=lambda: self._post.turned_away,
+                progress=self.session.tell,
             )
         if rank == 0:
             self._lead = GroupLead(
@@ -254,9 +259,9 @@ class Station:
     def from_parent(self, message: ToChild) -> None:
         """The lead spoke to a rank, or the conductor to a lead."""
         if self._lead is not None:
-            if isinstance(message, (Stop, Relay, Cancel, End)):
+            if isinstance(message, (Stop, Relay, Note, Cancel, End)):
                 self._lead.from_conductor(message)
-        elif isinstance(message, (Ask, ProposeStop, Committed, Agreed, Cancel, End)):
+        elif isinstance(message, (Ask, ProposeStop, Committed, Agreed, Note, Cancel, End)):
             self.session.deliver(message)
 
     def parent_joined(self) -> None:

@@ -3,7 +3,7 @@
 Leads answer into one queue, from any thread. `Steps` sorts what comes: answers to the step that is open, news of who
 has joined, and calls of trainers, which wait until the conductor looks at them.
 
->>> steps.open()                                                                   # doctest: +SKIP
+>>> steps.open("version 7")                                                        # doctest: +SKIP
 >>> steps.run({"engine/a": STOP})                                                  # doctest: +SKIP
 >>> steps.run({"trainer": (Probe(),), "engine/a": (Probe(),)})["trainer"]          # doctest: +SKIP
 (Probed(...), Probed(...))
@@ -13,22 +13,35 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias
 
-from adapters.duty_messages import Duty, Result
+from adapters.duty_messages import Duty, Result, Stay
 from adapters.failures import ClosedError, Failure, LostWorkerError, raise_failure
-from adapters.messages import Call, Cancel, End, FromLead, Gathered, Relay, Roster, Stop, ToLead
+from adapters.messages import Call, Cancel, End, FromLead, Gathered, Note, Relay, Roster, Stop, ToLead, phase_of
 from transfer_exec.errors import DeadlineError
 
-__all__ = ["STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps"]
+__all__ = ["SILENT", "STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps", "is_complete"]
 
 TRAINERS = "trainer"
 """The trainers' group."""
 
 _LEAD_MARGIN_S = 10.0
+
+_NOTE_MARGIN_S = 15.0
+"""Beyond the deadline, for those who wait while others do something."""
+
+_NEWS_S = 1.5
+"""Until news of a process that has died is here: longer than two pings."""
+
+SILENT = (DeadlineError.__name__, LostWorkerError.__name__)
+"""Failures of engines that are not waited for again, until a connect names them."""
+
+_FROZEN_LEAD_S = 2.0
+"""Beyond the deadline, which leads keep themselves; the engines that wait are patient for somewhat longer."""
+
 _DRAIN_S = 10.0
 
 
@@ -70,6 +83,8 @@ class Steps:
         Of every step.
     turned_away
         How many callers without the job's key have been.
+    progress
+        Told of every answer: the phase and whose it is, how many groups have answered, and of how many.
 
     Attributes
     ----------
@@ -89,8 +104,10 @@ class Steps:
         *,
         deadline_s: float,
         turned_away: Callable[[], int] = lambda: 0,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self._send = send
+        self._progress = progress
         self.turned_away = turned_away
         self._deadline_s = deadline_s
         self._inbox: queue.SimpleQueue[FromLead | GroupLost | _Closed] = queue.SimpleQueue()
@@ -99,6 +116,7 @@ class Steps:
         self._step = 0
         self._last_ended = 0
         self._engaged: dict[str, None] = {}
+        self._of, self._phase, self._asked = "", "", 0
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
         # Trainers that joined since the last end: what they call cannot be meant for a transaction before it.
@@ -125,11 +143,18 @@ class Steps:
         """Take in what comes within so many seconds: one item or none."""
         self._sort(self._take(timeout_s))
 
-    def open(self) -> None:
-        """Begin a transaction."""
+    def open(self, of: str) -> None:
+        """Begin a transaction, a ``"connect"`` or a ``"version 7"``."""
+        self._of = of
         self._txn += 1
         self._step = 0
-        self._engaged = {}
+        self._engaged = {TRAINERS: None}
+
+    def note(self, what: str, done: int = 0, total: int = 1) -> None:
+        """Tell all who wait in this transaction what they wait for; they are patient for another deadline."""
+        note = Note(self._txn, f"{what}, {self._of}", done, total, self._deadline_s + _NOTE_MARGIN_S)
+        for group in self._engaged:
+            self._send(group, note)
 
     def run(self, say: Mapping[str, Say]) -> Results:
         """Say something to some groups and wait until all have answered.
@@ -151,13 +176,14 @@ class Steps:
         return results
 
     def run_each(
-        self, say: Mapping[str, Say], *, cancel: bool, within_s: float | None = None
+        self, say: Mapping[str, Say], *, decisive: Collection[str] = (), within_s: float | None = None
     ) -> tuple[Results, dict[str, Failure]]:
-        """Like `run`, but every group's failure is kept; with ``cancel``, the first makes the others stop."""
+        """Like `run`, but every group's failure is kept; that of a decisive group makes the others stop."""
         results: Results = {}
         failures: dict[str, Failure] = {}
+        decisive_failed = False
         waiting = self._say(say)
-        stop_at = time.monotonic() + (within_s or self._deadline_s + _LEAD_MARGIN_S)
+        stop_at = time.monotonic() + (within_s or self._deadline_s + _FROZEN_LEAD_S)
         while waiting:
             try:
                 answer = self._answer(waiting, stop_at)
@@ -169,12 +195,75 @@ class Steps:
             if answer.failure is None:
                 results[answer.group] = answer.results
                 continue
-            if cancel and not failures:
+            if answer.group in decisive and not decisive_failed:
+                decisive_failed = True
                 for group in waiting:
                     self._send(group, Cancel(self._txn, answer.failure))
                 stop_at = min(stop_at, time.monotonic() + _DRAIN_S)
             failures[answer.group] = answer.failure
         return results, failures
+
+    def run_without(
+        self, say: Mapping[str, Say], lost: dict[str, Failure], *, decisive: Collection[str] = ()
+    ) -> Results:
+        """Like `run`, but engines that fail, hang or are lost are told, noted in ``lost``, and left out.
+
+        Raises
+        ------
+        TransferError, LayoutError
+            The trainers' failure; or the first engine's, if none is left.
+        """
+        results, failures = self.run_each(say, decisive=decisive)
+        left = self.leave_out([group for group in say if group != TRAINERS], failures, lost)
+        return {group: answers for group, answers in results.items() if group == TRAINERS or group in left}
+
+    def leave_out(self, groups: Sequence[str], failures: Mapping[str, Failure], lost: dict[str, Failure]) -> list[str]:
+        """The engines that are left without those that failed or are gone, which are told and noted in ``lost``.
+
+        Raises
+        ------
+        TransferError, LayoutError
+            The trainers' failure; or the first engine's own, if none is left.
+        """
+        if TRAINERS in failures:
+            raise_failure(failures[TRAINERS])
+        failures = {**self.absent(groups), **failures}
+        left = [group for group in groups if group not in failures]
+        if failures and not left:
+            # One that only points to another's failure says less.
+            raise_failure(min(failures.values(), key=lambda failure: failure.echo))
+        for group, failure in failures.items():
+            self.end(group, failure)
+        lost |= failures
+        return left
+
+    def absent(self, groups: Iterable[str]) -> dict[str, Failure]:
+        """Which of some engines are gone, or lack a rank, as far as has been heard."""
+        text = f"{self._phase}: lost, or one of its ranks"
+        return {
+            group: Failure(LostWorkerError.__name__, group, text)
+            for group in groups
+            if group != TRAINERS and not is_complete(self.rosters.get(group))
+        }
+
+    def blame(self, failures: Mapping[str, Failure]) -> dict[str, Failure]:
+        """Which engines to leave out: those that are gone, if that is why others failed; else those that failed.
+
+        Whoever attaches to a worker that has died may notice before the worker's lead does.
+
+        Raises
+        ------
+        TransferError, LayoutError
+            The trainers' failure, if no engine is gone.
+        """
+        gone = {group: why for group, why in failures.items() if group != TRAINERS and why.kind in SILENT}
+        stop_at = time.monotonic() + _NEWS_S
+        while not gone and time.monotonic() < stop_at:
+            self.listen(stop_at - time.monotonic())
+            gone = self.absent(self._engaged)
+        if not gone and TRAINERS in failures:
+            raise_failure(failures[TRAINERS])
+        return gone or dict(failures)
 
     def end(self, group: str, failure: Failure | None, outcome: bytes = b"", *, torn: bool = False) -> None:
         """End the transaction for one group."""
@@ -201,13 +290,18 @@ class Steps:
                 self._inbox.put(GroupLost(group, "it left"))
             if what is STOP:
                 waiting[group] = 0
-                self._send(group, Stop(self._txn, self._deadline_s))
+                self._send(group, Stop(self._txn, self._deadline_s, self._of))
             else:
                 waiting[group] = self._step
                 if group == TRAINERS and self.idle and len(what) == 1:
                     size = self.rosters[TRAINERS].world_size
                     what = tuple(None if f"{group}/{rank}" in self.idle else what[0] for rank in range(size))
-                self._send(group, Relay(self._txn, self._step, self._deadline_s, what))
+                self._send(group, Relay(self._txn, self._step, self._deadline_s, what, self._of))
+        self._phase, self._asked = _phase_of(say, self._of), len(say)
+        note = Note(self._txn, self._phase, 0, len(say), self._deadline_s + _NOTE_MARGIN_S)
+        for group in self._engaged:
+            if group not in say:
+                self._send(group, note)
         return waiting
 
     def _answer(self, waiting: Mapping[str, int], stop_at: float) -> Gathered:
@@ -216,11 +310,13 @@ class Steps:
             self._sort(item)
             match item:
                 case None:
-                    raise DeadlineError(f"no word from rank 0 of {', '.join(waiting)} within {self._deadline_s:g} s")
+                    late = ", ".join(f"{group}/0" for group in waiting)
+                    raise DeadlineError(f"{self._phase}: no word from {late} within {self._deadline_s:g} s")
                 case GroupLost(group, reason) if group in waiting:
-                    failure = Failure(LostWorkerError.__name__, f"{group}/0", f"lost: {reason}")
+                    failure = Failure(LostWorkerError.__name__, f"{group}/0", f"lost during {self._phase}: {reason}")
                     return Gathered(group, self._txn, waiting[group], (), failure)
                 case Gathered(group=group, txn=txn, step=step) if txn == self._txn and waiting.get(group) == step:
+                    self._progress(f"{self._phase}: {group}", self._asked - len(waiting) + 1, self._asked)
                     return item
                 case _:
                     pass
@@ -261,3 +357,13 @@ class Steps:
         self.gone = (
             self.gone | {m.worker for m in (before.members if before else ()) if m.worker not in there}
         ) - there
+
+
+def _phase_of(say: Mapping[str, Say], of: str) -> str:
+    duties = [duty for what in say.values() for duty in (() if what is STOP else what) if duty is not None]
+    return phase_of(next((duty for duty in duties if not isinstance(duty, Stay)), duties[0] if duties else None), of)
+
+
+def is_complete(roster: Roster | None) -> bool:
+    """Whether every rank of a group has joined."""
+    return roster is not None and len(roster.members) == roster.world_size

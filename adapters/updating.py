@@ -15,22 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from adapters.duty_messages import Assess, Assessed, Install, Prepare, Prepared, Publish, Result, Transfer, Transferred
-from adapters.failures import Failure, VerificationError, VersionError, failure_of, raise_failure
+from adapters.failures import Failure, VerificationError, VersionError, failure_of
 from adapters.fleet import Fleet
 from adapters.planning import Connection, group_of
-from adapters.steps import STOP, TRAINERS, Say, Steps
+from adapters.steps import SILENT, STOP, TRAINERS, Say, Steps
 from adapters.update_report import gather_report, report_bytes
 from adapters.verification import Digests, check_digests, check_holders
 
 __all__ = ["update"]
 
 _ASSESS_WITHIN_S = 5.0
-
-_FROZEN_LEAD_S = 2.0
-"""Beyond the deadline, which leads keep themselves; the engines that wait are patient for somewhat longer."""
-
-_SILENT = ("DeadlineError", "LostWorkerError")
-"""Failures of engines that are not waited for again, until a connect names them."""
 
 
 def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: bool) -> None:
@@ -57,22 +51,26 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     for say in (STOP, prepare):
         groups, prepared = _go_on(fleet, steps, groups, say, refused)
         if not fleet.bound:
-            fleet.bind(fleet.bindings)
+            groups = _bind(fleet, steps, groups, refused)
             holding = _hold(fleet, steps, prepare)
     if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
-        fleet.bind(fleet.bindings)
+        before = fleet.connection
+        groups = _bind(fleet, steps, groups, refused)
+        if fleet.connection is not before:
+            holding = _hold(fleet, steps, prepare)
     connection = fleet.connection  # without those that were left out
     assert connection is not None
     sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
     fleet.bound = False  # until it is over: after a failure executors must be made anew
-    results, failures = steps.run_each(dict.fromkeys([TRAINERS, *groups], (Transfer(version, trace),)), cancel=True)
+    everybody = [TRAINERS, *groups]
+    results, failures = steps.run_each(dict.fromkeys(everybody, (Transfer(version, trace),)), decisive=everybody)
     moved = fleet.by_worker(results)
     failures |= _compare(connection, sent, moved, [group for group in groups if group in results])
     left = [group for group in groups if group not in failures]
-    installed, failed = steps.run_each(dict.fromkeys(left, (Install(version),)), cancel=False)
+    installed, failed = steps.run_each(dict.fromkeys(left, (Install(version),)))
     failures |= failed
     left = [group for group in left if group not in failures]
-    results, failed = steps.run_each(dict.fromkeys(left, (Publish(version),)), cancel=False)
+    results, failed = steps.run_each(dict.fromkeys(left, (Publish(version),)))
     failures |= failed
     for group in results:
         fleet.engines[group] = replace(fleet.engines[group], version=version)
@@ -81,7 +79,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     if failures or refused:
         failure = _joined(version, refused | failures, list(results))
         if results:
-            fleet.forget(group for group, why in (refused | failures).items() if why.kind in _SILENT)
+            fleet.forget(group for group, why in (refused | failures).items() if why.kind in SILENT)
         _give_up(steps, failure, [group for group in groups if group in failures])
         return
     report = gather_report(
@@ -117,22 +115,24 @@ def _go_on(
     TransferError
         The first engine's failure, if none is left.
     """
-    results, failures = steps.run_each(
-        dict.fromkeys(groups, say), cancel=False, within_s=steps.deadline_s + _FROZEN_LEAD_S
-    )
+    results = steps.run_without(dict.fromkeys(groups, say), refused)
     left = [group for group in groups if group in results]
-    if not left:
-        raise_failure(next(iter(failures.values())))
-    for group, failure in failures.items():
-        steps.end(group, failure)
-    refused |= failures
     fleet.route(left)
     return left, fleet.by_worker(results)
 
 
+def _bind(fleet: Fleet, steps: Steps, groups: Sequence[str], refused: dict[str, Failure]) -> list[str]:
+    """Bind everybody to the plan; engines that cannot be bound are told and left out, with a plan for the others."""
+    left = list(groups)
+    while failures := fleet.bind(fleet.bindings):
+        left = steps.leave_out(left, failures, refused)
+        fleet.route(left)
+    return left
+
+
 def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:
     """End an update that failed in some engines; one of whose ranks any was written is torn as a whole."""
-    assessed, silent = steps.run_each(dict.fromkeys(groups, (Assess(),)), cancel=False, within_s=_ASSESS_WITHIN_S)
+    assessed, silent = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
     for group in groups:
         wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
         steps.end(group, failure, torn=wrote or group in silent)

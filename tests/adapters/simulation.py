@@ -56,6 +56,7 @@ from transfer_exec.errors import DeadlineError, TransportError
 
 REPORT = object()
 DEADLINE_S = 20.0
+HANGS_S = 3 * DEADLINE_S
 HALVES = 2
 
 
@@ -209,6 +210,10 @@ class Duties:
         fault = job.faults.pop((name, type(duty).__name__), "")
         if fault == "raise":
             raise HookError(f"{type(duty).__name__} raised on {name}")
+        if fault == "die":
+            job.doomed.append(name)
+        if fault == "die" or (fault == "hang" and not isinstance(duty, Transfer)):
+            job.scheduler.wait(lambda: False, HANGS_S)
         match duty:
             case Probe():
                 return Probed(job.maps[name].digest(), 0.0)
@@ -291,7 +296,9 @@ class Simulation:
     Attributes
     ----------
     faults
-        ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way) or ``"hang"``: happens once.
+        ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way), ``"hang"`` or ``"die"``: happens once.
+    doomed
+        Workers whose process ends as soon as `run` sees them.
     acted
         Engine, number of its start and transaction -> the poll at which its ranks did their duties.
     """
@@ -302,6 +309,7 @@ class Simulation:
         self.network = Network()
         self.duties: dict[str, Duties] = {}
         self.faults: dict[tuple[str, str], str] = {}
+        self.doomed: list[str] = []
         self.adapters: dict[str, SenderAdapter | ReceiverAdapter] = {}
         self.callers: dict[str, Caller] = {}
         self.acted: dict[tuple[str, int, int], int] = {}
@@ -391,6 +399,8 @@ class Simulation:
                     continue
                 self.poll(worker)
             self.drain()
+            while self.doomed:
+                self.crash(self.doomed.pop())
             self.pass_time(0.25)
 
     def stuck(self) -> str:

@@ -44,6 +44,7 @@ DOWN = [
     messages.ProposeStop(9, Propose(3, 18)),
     messages.Committed(9, 3, 65.0),
     messages.Agreed(9, 1, 4),
+    messages.Note(9, "probe, connect: engine/a", 1, 3, 65.0),
     messages.Cancel(9, FAILURE),
     messages.End(9, None, b"report"),
     messages.Stop(9, 60.0),
