@@ -222,7 +222,8 @@ class Duties:
         takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
         self._map = source_map
         self._storage = Storage.of(memory).only(sorted(takes_part))
-        self._proof = plan_proof(source_map, duty.cells)
+        staged = [tensor.name for tensor in program.tensors if tensor.staged]
+        self._proof = plan_proof(source_map, duty.cells, staged=staged)
         self._own_load = None
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
@@ -299,7 +300,8 @@ class Duties:
         if self._proof is None or not self._proof.numbers:
             return {}
         live = live_memory(self._worker.parameters)
-        return self._proof.digests({name: _bits(live[name]) for name in self._proof.plan.parameters})
+        memory = {name: _bits(live[name]) for name in self._proof.plan.parameters}
+        return self._proof.digests(memory, self._bound().staged)
 
     def _found(self) -> SourceMap:
         if self._probed is None:

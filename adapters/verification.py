@@ -4,18 +4,21 @@ All holders and all needers of a demand class have the very same ids, so their d
 whatever their layouts (`layout_algebra.fingerprint`). Trainers digest before the first byte of an update leaves, so
 what they do afterwards cannot change it; rollouts digest what has landed.
 
-A rollout cannot prove a class that it does not hold whole (an opaque parameter's inputs), or holds in a narrower dtype.
+What arrived for a parameter that is computed is digested where it is staged. A rollout cannot prove a class that it
+holds in a narrower dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
+from layout_algebra.blocks import declare, whole
 from layout_algebra.correspondence import Correspondence
 from layout_algebra.dtypes import holds_every_value
 from layout_algebra.fingerprint import FingerprintPlan, Memory, plan_fingerprints
@@ -46,19 +49,32 @@ class Proof:
     numbers
         Of the classes.
     plan
-        Where their elements are.
+        Where their elements are in parameters.
+    staged
+        Where those are that no parameter copies: in checkpoint tensors that arrive whole.
     """
 
     numbers: tuple[int, ...]
     plan: FingerprintPlan
+    staged: FingerprintPlan
 
-    def digests(self, memory: Memory) -> dict[int, int]:
+    def digests(self, memory: Memory, staged: Memory = MappingProxyType({})) -> dict[int, int]:
         """Digest every class by its number; reads all memory that they live in once."""
-        return dict(zip(self.numbers, self.plan.sums(memory).tolist(), strict=True))
+        sums = self.plan.sums(memory) + self.staged.sums(staged)
+        return dict(zip(self.numbers, sums.tolist(), strict=True))
 
 
-def plan_proof(source_map: SourceMap, cells: Sequence[Cell]) -> Proof:
+def plan_proof(source_map: SourceMap, cells: Sequence[Cell], *, staged: Collection[str] = ()) -> Proof:
     """Find which of some classes a worker can prove, and where they are.
+
+    Parameters
+    ----------
+    source_map
+        What the parameters copy.
+    cells
+        The classes.
+    staged
+        Checkpoint tensors that are there whole, beside the parameters.
 
     Raises
     ------
@@ -66,12 +82,19 @@ def plan_proof(source_map: SourceMap, cells: Sequence[Cell]) -> Proof:
         If a cell's bytes are no runs.
     """
     held, narrow = source_map.held(), _narrow_ids(source_map)
-    out = {}
+    whole_tensors = declare(source_map.space, {name: whole(source_map.space, name) for name in staged})
+    arrived = whole_tensors.held()
+    copied, computed = {}, {}
     for cell in cells:
         runs = RunTable.from_runs(np.frombuffer(cell.runs, dtype=np.int64).reshape(-1, 4))
-        if not runs.subtract(held) and not runs.intersect(narrow):
-            out[cell.number] = runs
-    return Proof(tuple(out), plan_fingerprints(source_map, list(out.values())))
+        rest = runs.subtract(held)
+        if not rest.subtract(arrived) and not runs.intersect(narrow):
+            copied[cell.number], computed[cell.number] = runs.intersect(held), rest
+    return Proof(
+        tuple(copied),
+        plan_fingerprints(source_map, list(copied.values())),
+        plan_fingerprints(whole_tensors, list(computed.values())),
+    )
 
 
 def check_holders(correspondence: Correspondence, digests: Digests) -> None:

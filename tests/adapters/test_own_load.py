@@ -258,6 +258,11 @@ def test_updates_are_compared_end_to_end(tmp_path: Path) -> None:
             assert [one.holding.loads for one in crew.rollouts.values()] == [n + 1 for n in loads[:3]] + [loads[3] + 2]
             for one in crew.rollouts.values():
                 assert same_bits(one.holding.tensors, one.holding.expected(version))
+        # Every class is proven, those that c computes from as well.
+        proven = crew.rollouts["c/0"].adapter._duties._proof
+        assert proven is not None
+        assert sorted(proven.numbers) == list(range(len(proven.numbers)))
+        assert proven.staged.parameters
         b = crew.rollouts["b/0"]
         load, b.holding._load = b.holding._load, turned
         with pytest.raises(

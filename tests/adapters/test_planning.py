@@ -176,3 +176,26 @@ def test_what_cannot_be_proved_is_not_claimed() -> None:
     assert len(plan_proof(ALL, cells_of(made, "trainer/0")).numbers) == 1
     partly = holding(b=[5, 6])
     assert plan_proof(partly, cells_of(made, "trainer/0")).numbers == ()
+
+
+def test_what_is_staged_is_proved_beside_what_is_copied() -> None:
+    memory: dict[str, np.ndarray] = {
+        "a": np.arange(4, dtype=np.uint16),
+        "b": np.ones(6, np.float32),
+        "c": np.full(2, 7, np.uint16),
+    }
+    made = make_connection({"trainer/0": ALL}, {"engine/e/0": ALL}, TOPOLOGY, buffer_bytes=1024).correspondence
+    cells = cells_of(made, "engine/e/0")
+    sent = plan_proof(ALL, cells).digests(memory)
+    partly = holding(a=[1, 2, 3, 4], c=[11, 12])
+    assert len(plan_proof(partly, cells).numbers) == 1  # a and c are of one dtype
+    assert sorted(plan_proof(partly, cells, staged=["b"]).numbers) == sorted(sent)
+    partly = holding(a=[1, 2, 3, 4])
+    assert plan_proof(partly, cells).numbers == ()
+    proof = plan_proof(partly, cells, staged=["b", "c"])
+    staged: dict[str, np.ndarray] = {"b": memory["b"].copy(), "c": memory["c"]}
+    copied = {"a": memory["a"]}
+    assert proof.digests(copied, staged) == sent
+    staged["b"].view(np.uint32)[3] ^= 1 << 17
+    with pytest.raises(VerificationError, match=r"engine/e/0: the bits of "):
+        check_digests(made, {"trainer/0": sent}, {"engine/e/0": proof.digests(copied, staged)})
