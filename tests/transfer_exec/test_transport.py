@@ -1,4 +1,4 @@
-"""Both transports: regions, descriptors, flags, and everything that must be refused."""
+"""All transports of one host: regions, descriptors, flags, and everything that must be refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.transfer_exec.fake_device import FakeDevice, FakeDriver
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, RegionInfo, Ticket, Transport, check_descriptors
+from transfer_exec.transport.device_memory import DeviceMemoryTransport
 from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 Maker = Callable[[str], Transport]
 
 
-@pytest.fixture(params=["loopback", "shared_memory"])
+@pytest.fixture(params=["loopback", "shared_memory", "device_memory"])
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes transports of one kind that can reach each other."""
     if request.param == "loopback":
         return LoopbackNetwork().transport
+    driver = FakeDriver(prompt=True)
+    if request.param == "device_memory":
+        return lambda worker: DeviceMemoryTransport(worker, [FakeDevice(driver)])
     return SharedMemoryTransport
 
 

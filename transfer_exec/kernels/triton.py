@@ -45,10 +45,13 @@ class TritonKernels:
     ----------
     device
         Where the memory is that rows address: ``"cuda:0"``. ``"cpu"`` works under Triton's interpreter only.
+    stream
+        Where jobs run; by default on whatever stream is current when they do.
     """
 
-    def __init__(self, device: str | torch.device) -> None:
+    def __init__(self, device: str | torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = torch.device(device)
+        self._stream = stream
 
     @property
     def name(self) -> str:
@@ -58,7 +61,8 @@ class TritonKernels:
     def prepare(self, rows: IdArray, *, packing: bool) -> TritonJob:
         """Make ready to copy every element of every row; see `Kernels.prepare`. Both ways are one here."""
         table, tiles = tiles_of(rows)
-        return TritonJob(*(torch.from_numpy(each).to(self._device) for each in (table, tiles)))
+        rows_there, tiles_there = (torch.from_numpy(each).to(self._device) for each in (table, tiles))
+        return TritonJob(rows_there, tiles_there, self._stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +76,26 @@ class TritonJob:
         length (words or elements) and count.
     tiles
         int64, shape ``(m, 4)``: row, first run (of a SMALL tile the number of rows), first word, kind and code.
+    stream
+        Where it runs; None for the stream that is current.
     """
 
     rows: torch.Tensor
     tiles: torch.Tensor
+    stream: torch.cuda.Stream | None = None
 
     def launch(self) -> None:
-        """Put the copies on the current stream and return."""
+        """Put the copies on the job's stream, or the current one, and return."""
+        with torch.cuda.stream(self.stream):  # nothing is done for None
+            self._launch()
+
+    def run(self) -> None:
+        """Copy every element of every row, and return when all are written."""
+        self.launch()
+        if self.rows.device.type == "cuda":
+            (self.stream or torch.cuda.current_stream(self.rows.device)).synchronize()
+
+    def _launch(self) -> None:
         for first in range(0, len(self.tiles), _MOST_PROGRAMS):
             grid = (min(len(self.tiles) - first, _MOST_PROGRAMS),)
             move_tiles[grid](
@@ -92,12 +109,6 @@ class TritonJob:
                 num_warps=WARPS,
                 enable_fp_fusion=False,
             )
-
-    def run(self) -> None:
-        """Copy every element of every row, and return when all are written."""
-        self.launch()
-        if self.rows.device.type == "cuda":
-            torch.cuda.current_stream(self.rows.device).synchronize()
 
 
 def tiles_of(rows: IdArray) -> tuple[IdArray, IdArray]:

@@ -10,7 +10,8 @@ believes whatever it is told. This class is the only one that talks to it, and i
 - hands out tickets that mean nothing to the wire, so a stale one cannot reach it;
 - after a failed write posts no more of it, waits until what was posted has ended, and lists every failure;
 - refuses peers of another incarnation, whenever it is about to write to one;
-- refuses to run in a forked child, and after `close`.
+- refuses to run in a forked child, and after `close`;
+- pins what it allocates, where a device's kernels are to reach it.
 
 Nothing here waits, so deadlines are the caller's: `transfer_exec.executor` polls against one. A wire that must wait, to
 reach a peer, has a deadline of its own.
@@ -18,6 +19,7 @@ reach a peer, has a deadline of its own.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
+from transfer_exec.device import Device
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.transport.base import (
     Descriptors,
@@ -84,14 +87,18 @@ class CheckedTransport(ABC, Generic[_Posted]):
         Of the implementation.
     limits
         Of the wire.
+    device
+        Whose kernels reach what `allocate` gives, if that is memory of the host.
     """
 
-    def __init__(self, worker: str, name: str, limits: Limits) -> None:
+    def __init__(self, worker: str, name: str, limits: Limits, device: Device | None = None) -> None:
         self.worker = worker
         self.name = name
         self.incarnation = new_incarnation()
         self.place = ""
         self._limits = limits
+        self._device = device
+        self._pinned: list[Memory] = []
         self._regions = RegionTable()
         self._places: dict[str, tuple[str, ...]] = {}
         self._peers: dict[str, _Peer[_Posted]] = {}
@@ -162,7 +169,13 @@ class CheckedTransport(ABC, Generic[_Posted]):
     def allocate(self, size_bytes: int) -> Memory:
         """See `Transport.allocate`."""
         self._check()
-        return self._allocate(size_bytes) if size_bytes else np.empty(0, dtype=np.uint8)
+        if not size_bytes:
+            return np.empty(0, dtype=np.uint8)
+        memory = self._allocate(size_bytes)
+        if self._device is not None and not self._device.owns(memory):
+            self._device.pin(memory)
+            self._pinned.append(memory)
+        return memory
 
     def register(self, name: str, memory: Memory) -> RegionHandle:
         """See `Transport.register`."""
@@ -254,6 +267,10 @@ class CheckedTransport(ABC, Generic[_Posted]):
         del self._writes[ticket]
         return True
 
+    def why_gone(self, peer: Endpoint) -> str:
+        """Why a connected peer must not be written any more; empty if it may."""
+        return self._why_gone(peer)
+
     def signal(self, peer: str, channel: int, sequence: int, tag: int) -> None:
         """See `Transport.signal`."""
         known = self._known(peer)
@@ -273,6 +290,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
         if self._closed:
             return
         self._closed = True
+        while self._device is not None and self._pinned and os.getpid() == self._regions.pid:
+            self._device.unpin(self._pinned.pop())
         for _, memory in self._regions.items():
             for piece in self._pieces(memory):
                 self._withdraw(piece)

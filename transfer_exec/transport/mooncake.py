@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
+from transfer_exec.device import Device
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.host_reading import RDMA, read_addresses, read_devices, read_gids
 from transfer_exec.kernels.cpu import read_word
@@ -70,6 +71,8 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
         Which RDMA devices, as `transfer_exec.transport.devices` spells it; by default all.
     deadline_s
         Of connecting to one peer, and of every other call that may wait.
+    device
+        Whose kernels reach what is allocated. The engine is given memory of the host only, over RDMA too.
 
     Raises
     ------
@@ -78,12 +81,19 @@ class MooncakeTransport(CheckedTransport["_Posted"]):
     """
 
     def __init__(
-        self, worker: str, host: str, *, protocol: str = "tcp", devices: str = "", deadline_s: float = 10.0
+        self,
+        worker: str,
+        host: str,
+        *,
+        protocol: str = "tcp",
+        devices: str = "",
+        deadline_s: float = 10.0,
+        device: Device | None = None,
     ) -> None:
         names = {value: name for name, value in NAMES.items()}
         if protocol not in names:
             raise TransportError(f"{worker}: mooncake has no protocol {protocol!r}; expected {' or '.join(names)}")
-        super().__init__(worker, names[protocol], _LIMITS[protocol])
+        super().__init__(worker, names[protocol], _LIMITS[protocol], device)
         self._protocol, self._deadline_s = protocol, deadline_s
         cards = _choose_cards(host, devices) if protocol == "rdma" else _Cards((), None)
         self.place = _describe_place(host, cards)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
+from transfer_exec.device import Device
 from transfer_exec.errors import TransportError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
@@ -45,6 +46,8 @@ class SharedMemoryTransport(CheckedTransport[None]):
     ----------
     worker
         Its name in the plan.
+    device
+        Whose kernels reach what is allocated.
 
     Raises
     ------
@@ -52,10 +55,10 @@ class SharedMemoryTransport(CheckedTransport[None]):
         Where the system has no ``memfd_create`` (it is Linux only).
     """
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, *, device: Device | None = None) -> None:
         if not hasattr(os, "memfd_create"):
             raise TransportError(f"{worker}: shared_memory needs Linux (memfd_create); use another transport")
-        super().__init__(worker, "shared_memory", Limits())
+        super().__init__(worker, "shared_memory", Limits(), device)
         self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
         self._reached: dict[str, _Reached] = {}
