@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from adapters.failures import Failure, RendezvousError, UsageError
+from adapters.greeting import read_greeting, why_not
 from adapters.handler import Handler
 from adapters.messages import (
-    PROTOCOL,
     Bye,
     Hello,
     MalformedMessageError,
@@ -91,6 +91,9 @@ class Children:
             message = decode(data, from_child=True)
         except MalformedMessageError:
             self.dropped += 1
+            greeting = None if speaker else read_greeting(data)
+            if greeting is not None:
+                self._refuse(identity, why_not(greeting, self._worker))
             return
         match message:
             case Hello() if speaker is None:
@@ -104,15 +107,18 @@ class Children:
             case _:
                 self._handler.from_child(speaker, message)  # type: ignore[arg-type]
 
+    def _refuse(self, identity: bytes, text: str) -> None:
+        if text:
+            self.hub.send(identity, Refused(Failure(UsageError.__name__, self._worker, text), final=True))
+
     def _greet(self, identity: bytes, hello: Hello) -> None:
         hub, mine, member = self.hub, self._member(), hello.member
         if hello.target not in ("", mine.incarnation):
             failure = Failure(RendezvousError.__name__, self._worker, "the record looked up was another process's")
             hub.send(identity, Refused(failure, final=False))
             return
-        if hello.protocol != PROTOCOL:
-            text = f"{member.worker} speaks protocol {hello.protocol}, this side {PROTOCOL}; install one version"
-            hub.send(identity, Refused(Failure(UsageError.__name__, self._worker, text), final=True))
+        if wrong := why_not(hello, self._worker):
+            self._refuse(identity, wrong)
             return
         known = hub.children.get(member.worker)
         if known is not None:
@@ -120,7 +126,7 @@ class Children:
             reason = hub.send(known.identity, Ping()) or "it joined again"
             if known.incarnation != member.incarnation and reason == "it joined again":
                 text = f"two workers call themselves {member.worker}; give every rank of a group its own number"
-                hub.send(identity, Refused(Failure(UsageError.__name__, self._worker, text), final=True))
+                self._refuse(identity, text)
                 return
             self._lose(member.worker, reason)
         refusal = self._handler.admit(member)

@@ -28,12 +28,13 @@ from collections.abc import Callable
 import zmq
 
 from adapters.children import Children
-from adapters.failures import ClosedError, UsageError, failure_of
+from adapters.failures import ClosedError, RendezvousError, UsageError, failure_of
 from adapters.handler import Handler
 from adapters.job_key import new_key
 from adapters.messages import Member, ToChild, ToParent
-from adapters.parent import Parent
+from adapters.parent import Parent, is_served
 from adapters.rendezvous import Record, Rendezvous
+from transfer_exec.errors import DeadlineError
 
 __all__ = ["Post"]
 
@@ -83,6 +84,7 @@ class Post:
         self._children: Children | None = None
         self._parent: Parent | None = None
         self._record = ""
+        self._taken = False
         self._queue: deque[Callable[[], None]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -94,7 +96,7 @@ class Post:
         except BaseException:
             self._release()
             raise
-        if parent is not None:
+        if parent is not None and not self._taken:
             self._parent = Parent(self._context, parent, rendezvous, member, handler)
         self._thread = threading.Thread(target=self._run, name=f"transload {self._worker}", daemon=True)
 
@@ -209,11 +211,29 @@ class Post:
     def _listen(self, name: str) -> None:
         address = self._rendezvous.listen_address(name)
         given, me = self._rendezvous.key, self._member()
+        served = self._served_by_another(name, me)
+        if served:
+            # The one that is there goes on undisturbed; whatever this worker is asked to do says why it cannot.
+            self._taken = True
+            self._handler.broken(failure_of(UsageError(served), ""))
+            return
         key = given or new_key()
         self._children = Children(self._context, key, self._member, self._handler)
         bound = self._children.hub.bind(address, name)
         self._record = Record(bound, me.incarnation, me.host, "" if given else key).encode()
         self._rendezvous.publish(name, self._record)
+
+    def _served_by_another(self, name: str, me: Member) -> str:
+        """Who listens under this name already, and what to do about it; empty if nobody does."""
+        with contextlib.suppress(DeadlineError, RendezvousError, UsageError):
+            record = Record.decode(self._rendezvous.lookup(name, 0.0))
+            key = self._rendezvous.key or record.key
+            if record.incarnation and key and is_served(self._context, record, key, me):
+                return (
+                    f"{me.worker}: the place of {name} is taken: another {me.worker} serves it, at {record.address} on "
+                    f"{record.host}; close that one first, or give every job a meeting place or a job= of its own"
+                )
+        return ""
 
     def _release(self) -> None:
         if self._listens_as is not None and self._record:

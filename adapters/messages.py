@@ -108,13 +108,14 @@ class Hello(Tagged, frozen=True):
     ----------
     target
         Incarnation that the speaker looked up; empty where addresses were given without one.
-    protocol
-        Version of these messages.
+    protocol, library
+        Versions of these messages, and of this library; the latter may be unknown.
     """
 
     target: str
     protocol: int
     member: Member
+    library: str = ""
 
 
 class Welcome(Tagged, frozen=True):
@@ -351,6 +352,8 @@ FromLead: TypeAlias = Roster | Call | Gathered
 ToLead: TypeAlias = Stop | Relay | Note | Cancel | End
 
 PROTOCOL = 2
+"""Grows with every change to a message; `Hello` and `Refused` stay readable across versions."""
+
 _BULKY = (Answer, Ask, Relay, Gathered, End)
 
 

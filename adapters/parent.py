@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from adapters.failures import AuthenticationError, Failure, LostWorkerError, RendezvousError, UsageError
+from adapters.greeting import LIBRARY
 from adapters.handler import Handler
 from adapters.messages import (
     PROTOCOL,
@@ -28,10 +29,12 @@ from adapters.rendezvous import Record, Rendezvous
 from adapters.sockets import Context, Uplink
 from transfer_exec.errors import DeadlineError
 
-__all__ = ["Parent"]
+__all__ = ["Parent", "is_served"]
 
 _LOOK_UP_EVERY_S = 0.1
 _REFUSED_FOR_S = 5.0
+_ANSWERS_WITHIN_S = 2.0
+_LOOK_AGAIN_MS = 20
 _ROUND_MESSAGES = 256
 
 _log = logging.getLogger(__name__)
@@ -131,7 +134,7 @@ class Parent:
         except (RendezvousError, UsageError) as error:
             self._note_trouble(str(error))
             return
-        self.uplink.send(Hello(record.incarnation, PROTOCOL, me))
+        self.uplink.send(Hello(record.incarnation, PROTOCOL, me, LIBRARY))
 
     def _give_up(self) -> None:
         """End an attempt. A key that all workers were given does not change, so a refusal that lasts is final."""
@@ -187,3 +190,27 @@ class Parent:
         self._next_try = time.monotonic() + _LOOK_UP_EVERY_S
         failure = Failure(LostWorkerError.__name__, self._worker, f"{self._name}: its connection closed")
         self._handler.parent_lost(failure, final=False)
+
+
+def is_served(context: Context, record: Record, key: str, me: Member) -> bool:
+    """Whether the process that wrote a record still listens; what died or is frozen does not answer.
+
+    Waits for an answer, two seconds at most, so it is no work for a control thread.
+    """
+    uplink = Uplink(context)
+    try:
+        uplink.call(record.address, key)
+        uplink.send(Hello(record.incarnation, PROTOCOL, me, LIBRARY))
+        stop_at = time.monotonic() + _ANSWERS_WITHIN_S
+        while time.monotonic() < stop_at and not (uplink.refused or uplink.unreachable):
+            uplink.sockets[0].poll(_LOOK_AGAIN_MS)
+            data = uplink.receive()
+            if data is not None:
+                answer = decode(data, from_child=False)
+                return isinstance(answer, Welcome) or (isinstance(answer, Refused) and answer.final)
+            uplink.disconnected()
+    except (RendezvousError, UsageError, MalformedMessageError):
+        return False
+    finally:
+        uplink.close()
+    return False

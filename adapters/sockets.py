@@ -31,6 +31,7 @@ _HEARTBEAT_MS = 1_000
 _FROZEN_AFTER_MS = 10_000
 _LINGER_MS = 500
 _QUEUE_MESSAGES = 100_000
+_BROKEN = zmq.EVENT_DISCONNECTED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -147,6 +148,8 @@ class Uplink:
         Whether the parent has said welcome.
     refused
         Whether a handshake has failed in this attempt: the other side has another key, or is none of ours.
+    unreachable
+        Whether nobody listens at the address, as far as is known.
     """
 
     def __init__(self, context: Context) -> None:
@@ -155,6 +158,7 @@ class Uplink:
         self._monitor: zmq.Socket[bytes] | None = None
         self.joined = False
         self.refused = False
+        self.unreachable = False
         self.give_up_at = 0.0
 
     @property
@@ -176,8 +180,8 @@ class Uplink:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, caller_pair(key).secret)
         if "[" in address:
             self._socket.setsockopt(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
-        self.refused = False
+        self._monitor = self._socket.get_monitor_socket(_BROKEN | _REFUSED | zmq.EVENT_CONNECT_RETRIED)
+        self.refused = self.unreachable = False
         self.give_up_at = time.monotonic() + _HELLO_TIMEOUT_S
         try:
             self._socket.connect(address)
@@ -205,7 +209,8 @@ class Uplink:
         assert self._monitor is not None
         happened = _events(self._monitor)
         self.refused = self.refused or any(event & _REFUSED for event in happened)
-        return bool(happened)
+        self.unreachable = self.unreachable or zmq.EVENT_CONNECT_RETRIED in happened
+        return any(event & (_BROKEN | _REFUSED) for event in happened)
 
     def close(self) -> None:
         """End the attempt or the connection."""

@@ -268,7 +268,8 @@ class Station:
         """The parent knows this worker."""
         self._joined.set()
         if self._lead is not None:
-            self._post.to_parent(self._lead.roster())
+            # A new conductor must hear which version is here by now.
+            self._lead.joined(self._member())
 
     def parent_lost(self, failure: Failure, *, final: bool) -> None:
         """The parent is gone, or will not have this worker."""
