@@ -3,7 +3,7 @@
 A gather row counts a tensor's elements in row-major order, whatever its strides. Where the memory is one even line
 (contiguous, a column, reversed, broadcast) that order is a matter of one multiplication; where it is not (a
 transposed or cut view), a row is split wherever it leaves an axis of the memory. Tensors are numpy arrays or torch
-tensors on the CPU; torch is never imported here.
+tensors, on the CPU or on a device that the worker uses; torch is never imported here.
 
 Everything that could go wrong with memory is refused here by parameter name, before a byte moves.
 """
@@ -11,7 +11,7 @@ Everything that could go wrong with memory is refused here by parameter name, be
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ from layout_algebra.runs import expand_ranges
 from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column, GatherTable, fold_rows
 from transfer_exec.kernels.base import RowColumn
-from transfer_exec.program import Program, ProgramTensor
+from transfer_exec.program import FetchColumn, Program, ProgramTensor
+from transfer_exec.transport.stretches import Stretches
 
 _TORCH_NAMES = {
     "torch.bool": "BOOL",
@@ -65,7 +66,10 @@ class LiveTensor:
 
 
 def live_tensors(
-    program: Program, memory: Mapping[str, object], staged: Mapping[str, object] | None = None
+    program: Program,
+    memory: Mapping[str, object],
+    staged: Mapping[str, object] | None = None,
+    devices: Collection[str] = (),
 ) -> tuple[LiveTensor, ...]:
     """Find every tensor of a program, and refuse what does not fit.
 
@@ -79,6 +83,8 @@ def live_tensors(
         where a loader took over bits (an integer tensor that holds the checkpoint's floats, or the other way round).
     staged
         Memory of the staged checkpoint tensors, which may have a parameter's name.
+    devices
+        Where torch tensors may be beside the host, as torch spells it.
 
     Returns
     -------
@@ -88,10 +94,11 @@ def live_tensors(
     Raises
     ------
     ProgramError
-        Naming parameter, expected and got: a tensor that is missing or no tensor, of another shape or dtype, on a
-        device, not aligned, and, where it is written, read-only or overlapping itself.
+        Naming parameter, expected and got: a tensor that is missing or no tensor, of another shape or dtype, on
+        another device, not aligned, and, where it is written, read-only or overlapping itself.
     """
     written = set(program.assemble.rows[:, Column.TENSOR].tolist())
+    written |= {position for rows in program.fetch_rows for position in rows[:, FetchColumn.TENSOR].tolist()}
     out = []
     for position, tensor in enumerate(program.tensors):
         given = (staged or {}) if tensor.staged else memory
@@ -99,8 +106,47 @@ def live_tensors(
             raise ProgramError(
                 f"{tensor.name} on {program.worker}: no memory was given; expected {tensor.dtype} {tensor.shape}"
             )
-        out.append(_locate(program.worker, tensor, given[tensor.name], writes=position in written))
+        out.append(_locate(program.worker, tensor, given[tensor.name], devices, writes=position in written))
     return tuple(out)
+
+
+def stretches_of(program: Program, tensors: Sequence[LiveTensor]) -> Stretches:
+    """The memory of every tensor, for direct moves; of none that takes part in none.
+
+    Raises
+    ------
+    ProgramError
+        If a tensor that is read or written directly is not contiguous.
+    """
+    direct = {position for rows in program.fetch_rows for position in rows[:, FetchColumn.TENSOR].tolist()}
+    direct |= set(program.lent)
+    addresses, sizes = np.zeros((2, len(tensors)), dtype=np.int64)
+    for position in sorted(direct):
+        tensor, live = program.tensors[position], tensors[position]
+        width = dtype_of(tensor.dtype).item_bytes
+        if tensor.elements and live.axes != _fuse_axes((tensor.elements,), (width,), width):
+            raise ProgramError(
+                f"{tensor.name} on {program.worker}: has extents and byte strides {live.axes}; expected contiguous "
+                "memory, which its elements go straight to or from; connect again"
+            )
+        addresses[position], sizes[position] = live.address, tensor.bytes
+    return Stretches(addresses, sizes)
+
+
+def scattered_names(memory: Mapping[str, object]) -> frozenset[str]:
+    """Names of what is no contiguous numpy array or torch tensor in host memory: what nothing can read directly."""
+    torch = sys.modules.get("torch")
+    out = set()
+    for name, given in memory.items():
+        if isinstance(given, np.ndarray):
+            good = given.flags.c_contiguous
+        elif torch is not None and isinstance(given, torch.Tensor):
+            good = given.device.type == "cpu" and given.layout == torch.strided and given.is_contiguous()
+        else:
+            good = False
+        if not good:
+            out.add(name)
+    return frozenset(out)
 
 
 def bind(
@@ -147,14 +193,16 @@ def bind(
     return np.split(out, np.searchsorted(rounds, np.arange(1, len(table.bounds) - 1)))
 
 
-def _locate(worker: str, tensor: ProgramTensor, given: object, *, writes: bool) -> LiveTensor:
+def _locate(
+    worker: str, tensor: ProgramTensor, given: object, devices: Collection[str], *, writes: bool
+) -> LiveTensor:
     where = f"{tensor.name} on {worker}"
     torch = sys.modules.get("torch")
     if isinstance(given, np.ndarray):
         shape, strides, address = given.shape, given.strides, given.ctypes.data
         _check_numpy(where, tensor, given, writes=writes)
     elif torch is not None and isinstance(given, torch.Tensor):
-        _check_torch(where, tensor, given)
+        _check_torch(where, tensor, given, devices)
         width = given.element_size()
         shape, address = tuple(given.shape), given.data_ptr()
         strides = tuple(stride * width for stride in given.stride())
@@ -188,11 +236,11 @@ def _check_numpy(where: str, tensor: ProgramTensor, given: np.ndarray, *, writes
         raise ProgramError(f"{where}: numpy memory is read-only, and an update writes it")
 
 
-def _check_torch(where: str, tensor: ProgramTensor, given: object) -> None:
+def _check_torch(where: str, tensor: ProgramTensor, given: object, devices: Collection[str]) -> None:
     torch = sys.modules["torch"]
     assert isinstance(given, torch.Tensor)
-    if given.device.type != "cpu":
-        raise ProgramError(f"{where}: is on {given.device}; this executor moves CPU memory")
+    if given.device.type != "cpu" and str(given.device) not in devices:
+        raise ProgramError(f"{where}: is on {given.device}; this executor moves {', '.join(['CPU', *devices])} memory")
     if given.layout != torch.strided:
         raise ProgramError(f"{where}: has layout {given.layout}; expected a strided tensor")
     dtype = _TORCH_NAMES.get(str(given.dtype))

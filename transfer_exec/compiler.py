@@ -20,12 +20,16 @@ that is why ranks compare the plan's digest first. Nothing here touches memory o
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from transfer_exec.descriptors import buffers_of
+from transfer_exec.direct import DirectMoves, Division, MoveColumn, Near, divide
 from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column
 from transfer_exec.plan import Plan, Stage
@@ -33,7 +37,10 @@ from transfer_exec.program import (
     Assemble,
     Await,
     Exchange,
+    Fetch,
+    FetchColumn,
     Instruction,
+    Offer,
     Pack,
     Program,
     ProgramTensor,
@@ -42,13 +49,13 @@ from transfer_exec.program import (
 )
 from transfer_exec.regions import Buffer, Layout, Letter, Region, Regions
 from transfer_exec.route_runs import RouteRuns
-from transfer_exec.templates import holder_templates, needer_templates, tensors_of
+from transfer_exec.templates import holder_templates, needed_elements, needer_templates, tensors_of
 
 _NO_ROWS = np.empty((0, len(Column)), dtype=np.int64)
 
 
 def compile_program(plan: Plan, worker: str, source_map: SourceMap) -> Program:
-    """Compile one worker's program.
+    """Compile one worker's program, all of it in rounds.
 
     Parameters
     ----------
@@ -81,14 +88,26 @@ class Compiler:
     ----------
     plan
         The whole plan.
+    near
+        Workers that can read each other's memory; what is contiguous on both sides goes directly between them. By
+        default everything goes in rounds.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, near: Near | None = None) -> None:
         self._plan = plan
-        self._regions = Regions(plan)
+        self._near = near
+        self._division: Division | None = None
+        self._regions: Regions | None = None
         self._runs: RouteRuns | None = None
-        self._needers: dict[str, IdArray | None] = {}
+        self._needers: dict[str, tuple[IdArray, int]] = {}
         self._tensors: dict[str, tuple[ProgramTensor, ...]] = {}
+
+    @property
+    def division(self) -> Division:
+        """What goes directly, and the plan of the rest; raises as `divide`."""
+        if self._division is None:
+            self._division = Division(self._plan, {}) if self._near is None else divide(self._plan, self._near)
+        return self._division
 
     def program(self, worker: str, source_map: SourceMap) -> Program:
         """One worker's program; raises as `compile_program`."""
@@ -100,11 +119,13 @@ class Compiler:
                 f"{worker}: its map is of checkpoint {source_map.space.digest()}, the plan of {plan.space_digest}; "
                 "discover and plan with one checkpoint folder"
             )
-        pack, receive, external, internal = (self._regions.layout(Region(worker, buffer)) for buffer in Buffer)
+        rest = self.division.rest
+        if self._regions is None or self._runs is None:
+            self._regions, self._runs = Regions(rest), RouteRuns.of(rest, source_map.space)
+        regions = self._regions
+        pack, receive, external, internal = (regions.layout(Region(worker, buffer)) for buffer in Buffer)
         layouts = (pack, receive, external, internal)
         _check_budget(plan, worker, layouts)
-        if self._runs is None:
-            self._runs = RouteRuns.of(plan, source_map.space)
         key = source_map.digest()
         if key not in self._tensors:
             self._tensors[key] = tensors_of(source_map)
@@ -112,21 +133,83 @@ class Compiler:
         packed = self._packed(worker, source_map, layouts)
         assembled = self._assembled(worker, source_map, layouts)
         _check_codes(worker, tensors, packed, assembled)
-        tensors, packed, assembled = _used_only(tensors, packed, assembled)
-        letters = self._regions.letters(worker)
+        offers, fetches = self._direct(worker)
+        lent = sorted({tensor for _, moves in offers for tensor in moves.rows[:, MoveColumn.SOURCE].tolist()})
+        rows = [self._rows_to_fetch(fetch.peer, moves) for fetch, moves in fetches]
+        used = [tensor for each in rows for tensor in each[:, FetchColumn.TENSOR].tolist()]
+        number = _numbers_of_used(tensors, packed[:, Column.TENSOR], assembled[:, Column.TENSOR], lent, used)
+        packed, assembled = (_renumbered(table, Column.TENSOR, number) for table in (packed, assembled))
+        rows = [_renumbered(table, FetchColumn.TENSOR, number) for table in rows]
+        letters = regions.letters(worker)
+        releases = {posting.release for posting in regions.outgoing(worker)}
         return Program(
             worker=worker,
-            plan_digest=plan.digest(),
+            plan_digest=self._digest(),
             map_digest=source_map.digest(),
-            rounds=plan.rounds,
-            flags=len(self._regions.incoming(worker)) + len({p.release for p in self._regions.outgoing(worker)}),
-            instructions=_instructions(self._regions, worker, layouts, letters, assembles=len(assembled) > 0),
-            tensors=tensors,
+            rounds=rest.rounds,
+            flags=len(regions.incoming(worker)) + len(releases) + len(offers) + len(fetches),
+            instructions=_instructions(regions, worker, layouts, letters, assembles=len(assembled) > 0),
+            tensors=tuple(tensor for tensor, place in zip(tensors, number.tolist(), strict=True) if place >= 0),
             layouts=layouts,
             letters=letters,
             pack_templates=packed,
             assemble_templates=assembled,
+            offers=tuple(offer for offer, _ in offers),
+            fetches=tuple(fetch for fetch, _ in fetches),
+            lent=tuple(number[lent].tolist()),
+            fetch_rows=tuple(rows),
         )
+
+    def _digest(self) -> str:
+        """Of the plan, and of its division if it is divided."""
+        plan, rest = self._plan.digest(), self.division.rest.digest()
+        if not self.division.moves:
+            return plan
+        return hashlib.blake2b(f"{plan}/{rest}".encode(), digest_size=16).hexdigest()
+
+    def _direct(self, worker: str) -> tuple[list[tuple[Offer, DirectMoves]], list[tuple[Fetch, DirectMoves]]]:
+        """What others read from a worker, and what it reads, each in the plan's order of workers."""
+        sources, readers = self._pairs(worker)
+        moves = self.division.moves
+        offers, fetches = [], []
+        for reader in readers:
+            mine = moves[worker, reader]
+            flag, done = self._first_flag(reader) + self._pairs(reader)[0].index(worker), self._first_flag(worker)
+            done += len(sources) + readers.index(reader)
+            offers.append((Offer(mine.stage, reader, flag, done, mine.bytes), mine))
+        for source in sources:
+            mine = moves[source, worker]
+            theirs = self._pairs(source)
+            flag, done = self._first_flag(worker) + sources.index(source), self._first_flag(source)
+            done += len(theirs[0]) + theirs[1].index(worker)
+            fetches.append((Fetch(mine.stage, source, flag, done, mine.bytes), mine))
+        return offers, fetches
+
+    def _pairs(self, worker: str) -> tuple[list[str], list[str]]:
+        """Whom a worker reads from, and who reads from it."""
+        workers, moves = self._plan.workers, self.division.moves
+        return [w for w in workers if (w, worker) in moves], [w for w in workers if (worker, w) in moves]
+
+    def _first_flag(self, worker: str) -> int:
+        """The first flag of direct moves: after those of messages and of releases."""
+        assert self._regions is not None
+        releases = {posting.release for posting in self._regions.outgoing(worker)}
+        return len(self._regions.incoming(worker)) + len(releases)
+
+    def _rows_to_fetch(self, source: str, moves: DirectMoves) -> IdArray:
+        """Moves in bytes, their sources by place among all tensors that the source lends."""
+        readers = self._pairs(source)[1]
+        lent = np.unique(
+            np.concatenate([self.division.moves[source, reader].rows[:, MoveColumn.SOURCE] for reader in readers])
+        )
+        rows, width = moves.rows, moves.rows[:, MoveColumn.ITEM_BYTES]
+        out = np.empty((len(rows), len(FetchColumn)), dtype=np.int64)
+        out[:, FetchColumn.LENT] = np.searchsorted(lent, rows[:, MoveColumn.SOURCE])
+        out[:, FetchColumn.LENT_OFFSET] = rows[:, MoveColumn.SOURCE_INDEX] * width
+        out[:, FetchColumn.TENSOR] = rows[:, MoveColumn.TARGET]
+        out[:, FetchColumn.OFFSET] = rows[:, MoveColumn.TARGET_INDEX] * width
+        out[:, FetchColumn.BYTES] = rows[:, MoveColumn.LENGTH] * width
+        return out
 
     def _packed(self, worker: str, source_map: SourceMap, layouts: tuple[Layout, ...]) -> IdArray:
         assert self._runs is not None
@@ -144,12 +227,13 @@ class Compiler:
             return _NO_ROWS
         key = source_map.digest()
         if key not in self._needers:
-            self._needers[key] = needer_templates(source_map, self._runs)
-        rows = self._needers[key]
-        if rows is not None:
-            rows = _with_parts(rows, self._runs.load_of_route, layouts)
-        if rows is None or (len(rows) and int(rows[:, Column.BUFFER].min()) < 0):
-            raise _not_served(self._plan, source_map, worker, layouts)
+            self._needers[key] = needer_templates(source_map, self._runs), needed_elements(source_map)
+        rows, needed = self._needers[key]
+        rows = _with_parts(rows, self._runs.load_of_route, layouts)
+        rows = rows[rows[:, Column.BUFFER] >= 0]  # what others get in rounds may come here directly
+        direct = sum(moves.elements for (_, target), moves in self.division.moves.items() if target == worker)
+        if int((rows[:, Column.LENGTH] * rows[:, Column.COUNT]).sum()) + direct != needed:
+            raise _not_served(self._plan, source_map, worker)
         return rows
 
 
@@ -195,18 +279,21 @@ def _instructions(
     return tuple(steps)
 
 
-def _used_only(
-    tensors: tuple[ProgramTensor, ...], *tables: IdArray
-) -> tuple[tuple[ProgramTensor, ...], IdArray, IdArray]:
-    """Drop parameters without traffic; staged tensors stay, empty ones too, since a loader may ask for them."""
+def _numbers_of_used(tensors: tuple[ProgramTensor, ...], *positions: Sequence[int] | IdArray) -> IdArray:
+    """Positions without the parameters that have no traffic, -1 for those.
+
+    Staged tensors stay, empty ones too, since a loader may ask for them.
+    """
     used = np.array([tensor.staged for tensor in tensors], dtype=bool)
-    for table in tables:
-        used[table[:, Column.TENSOR]] = True
-    number = np.cumsum(used) - 1
-    packed, assembled = (table.copy() for table in tables)
-    for table in (packed, assembled):
-        table[:, Column.TENSOR] = number[table[:, Column.TENSOR]]
-    return tuple(tensor for tensor, keep in zip(tensors, used, strict=True) if keep), packed, assembled
+    for some in positions:
+        used[np.asarray(some, dtype=np.int64)] = True
+    return np.where(used, np.cumsum(used) - 1, -1)
+
+
+def _renumbered(table: IdArray, column: int, number: IdArray) -> IdArray:
+    out = table.copy()
+    out[:, column] = number[out[:, column]]
+    return out
 
 
 def _check_budget(plan: Plan, worker: str, layouts: tuple[Layout, ...]) -> None:
@@ -229,8 +316,8 @@ def _not_held(plan: Plan, source_map: SourceMap, worker: str, routes: IdArray) -
     )
 
 
-def _not_served(plan: Plan, source_map: SourceMap, worker: str, layouts: tuple[Layout, ...]) -> ProgramError:
-    arriving = [plan.routes[route].runs for layout in layouts[1:] for route in layout.routes.tolist()]
+def _not_served(plan: Plan, source_map: SourceMap, worker: str) -> ProgramError:
+    arriving = [route.runs for route in plan.routes if any(hop.target == worker for hop in route.hops)]
     missing = source_map.needed().subtract(RunTable.empty().union(*arriving))
     start, stop = missing.intervals[0].tolist()
     return ProgramError(

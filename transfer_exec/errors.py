@@ -11,6 +11,7 @@
     +-- ProgramError         a program that does not fit the memory or the map it is bound to
     +-- TransportError       a region, peer or write that failed; names the peer and what it said
     |   +-- PeerGoneError    the peer has closed, died or restarted since it was connected
+    |   +-- UnreadableError  a peer whose memory this process is not allowed to read
     +-- DeadlineError        a wait that ended; names version, phase, round and rank
     +-- ReportError          a measure whose events are missing or contradict each other
 """
@@ -50,6 +51,10 @@ class TransportError(TransferError):
 
 class PeerGoneError(TransportError):
     """A peer has closed, died or restarted since it was connected."""
+
+
+class UnreadableError(TransportError):
+    """The system does not let this process read a peer's memory, so nothing can go directly between the two."""
 
 
 class DeadlineError(TransferError):

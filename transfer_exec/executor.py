@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,15 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import dtype_of
-from transfer_exec.binding import bind, live_tensors
+from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
+from transfer_exec.device import Device
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
+from transfer_exec.fetching import Reads, chunks_of
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.signals import Steps, Wait, first_number
-from transfer_exec.transport.base import Endpoint, Patience, Transport, check_process
+from transfer_exec.transport.base import Descriptors, Endpoint, Transport, check_process
+from transfer_exec.transport.stretches import Stretches
 from transfer_exec.update import Update
 
 DEPTH = 2
@@ -49,16 +52,21 @@ class Executor:
     program
         From `compile_program`.
     memory
-        A numpy array or torch tensor (on the CPU, any strides) for every parameter with traffic, written in place;
-        other names are ignored.
+        A numpy array or torch tensor (any strides) for every parameter with traffic, written in place; other names are
+        ignored.
     transport
         This worker's own end, fresh: the buffers are allocated from it and registered here.
     deadline_s
         Longest time that any single wait may take.
     kernels
         Backend; numba by default.
+    devices
+        Where tensors may be beside the host; the kernels move them (`transfer_exec.kernels.placed`), after all that the
+        thread which runs an update has given its current streams.
     depth
         Rounds under way at once, equal on all workers; the buffers' memory is that many times a round's.
+    before_read
+        Called in every update before anything is read straight into memory.
 
     Raises
     ------
@@ -76,7 +84,9 @@ class Executor:
         *,
         deadline_s: float = 60.0,
         kernels: Kernels | None = None,
+        devices: Sequence[Device] = (),
         depth: int = DEPTH,
+        before_read: Callable[[], None] = lambda: None,
     ) -> None:
         if transport.worker != program.worker:
             raise TransportError(
@@ -92,7 +102,14 @@ class Executor:
             for tensor in program.tensors
             if tensor.staged
         }
-        self._tensors = live_tensors(program, memory, self._staged)
+        self._devices = tuple(devices)
+        self._tensors = live_tensors(program, memory, self._staged, [device.name for device in devices])
+        memory_of_tensors = stretches_of(program, self._tensors)
+        if program.lent:
+            lent = list(program.lent)
+            transport.lend(Stretches(memory_of_tensors.addresses[lent], memory_of_tensors.sizes[lent]))
+        self._before_read = before_read
+        self._reads = Reads(memory_of_tensors, {})
         self._buffers = open_buffers(program, transport, depth)
         addresses = self._buffers.addresses
         self._pack, self._assemble = (
@@ -131,12 +148,14 @@ class Executor:
         return self._staged
 
     def connect(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Get to know the peers; workers that this program does not write to are ignored.
+        """Get to know the peers; workers that this program has nothing to do with are ignored.
 
         Raises
         ------
         TransportError
             If a peer is missing, its endpoint is another worker's, it compiled another plan, or it is unreachable.
+        UnreadableError
+            If this program reads from a peer, and the system does not allow that.
         """
         check_process(self._pid, self._program.worker)
         for peer in self._program.peers:
@@ -152,6 +171,7 @@ class Executor:
                 )
             self._transport.connect(endpoint)
             self._connected.add(peer)
+        self._reads = Reads(self._reads.memory, dict(self._chunks(endpoints)))
 
     def run(self, version: int, *, trace: bool = False) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
@@ -177,7 +197,7 @@ class Executor:
         """
         steps = self.start(version, self._pool, trace=trace)
         previous: Wait | None = None
-        since, polls = 0.0, 0
+        since = 0.0
         try:
             while True:
                 try:
@@ -187,13 +207,14 @@ class Executor:
                     return report
                 now = time.monotonic()
                 if wait is not previous:
-                    previous, since, polls = wait, now, 0
+                    since = now
                 if self._abort_reason:
                     raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
                 if now - since > self._deadline_s and not wait.on_itself:
                     raise DeadlineError(f"{self._program.worker}: waited {self._deadline_s:g} s at {wait}")
-                _pause(polls, self._transport.patience)
-                polls += 1
+                if wait is previous:
+                    time.sleep(self._transport.patience.sleep_s(now - since))
+                previous = wait
         except BaseException as error:
             self._failure = f"version {version} failed: {error}"
             raise
@@ -220,7 +241,19 @@ class Executor:
         if unknown:
             raise TransportError(f"{self._program.worker}: is not connected to {', '.join(unknown)}")
         self._newest = version
-        update = Update(self._program, self._transport, self._kernels.name, self._buffers, version, pool, trace)
+        for device in self._devices:
+            device.follow()
+        update = Update(
+            self._program,
+            self._transport,
+            self._kernels.name,
+            self._buffers,
+            self._reads,
+            version,
+            pool=pool,
+            trace=trace,
+            before_read=self._before_read,
+        )
         return update.steps(self._pack, self._assemble)
 
     def abort(self, reason: str) -> None:
@@ -233,9 +266,12 @@ class Executor:
         self._pool.shutdown()
         self._transport.close()
 
-
-def _pause(polls: int, patience: Patience) -> None:
-    """Spin briefly, then sleep, longer and longer."""
-    late = polls - patience.spins
-    if late >= 0:
-        time.sleep(min(patience.shortest_s * (1 + late // 10), patience.longest_s))
+    def _chunks(self, endpoints: Mapping[str, Endpoint]) -> Iterator[tuple[str, tuple[Descriptors, ...]]]:
+        for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
+            lent = endpoints[fetch.peer].lent
+            if lent is None:
+                raise TransportError(f"{self._program.worker}: reads from {fetch.peer}, which lends nothing")
+            yield (
+                fetch.peer,
+                chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._reads.memory),
+            )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layout_algebra.source_map import SourceMap
+from transfer_exec.binding import scattered_names
 from transfer_exec.compiler import Compiler
+from transfer_exec.direct import LEAST_BYTES, Near
 from transfer_exec.errors import ProgramError, TransportError
 from transfer_exec.executor import DEPTH, Executor
 from transfer_exec.kernels.base import Kernels
@@ -28,6 +30,7 @@ def run_in_process(
     network: LoopbackNetwork | None = None,
     kernels: Kernels | None = None,
     depth: int = DEPTH,
+    direct_bytes: int | None = LEAST_BYTES,
     trace: bool = False,
     inspect: Callable[[Mapping[str, Executor]], None] | None = None,
 ) -> TransferReport:
@@ -50,6 +53,8 @@ def run_in_process(
         Backend; numba by default.
     depth
         Rounds under way at once.
+    direct_bytes
+        Shortest run that goes straight from parameter to parameter; None if everything shall go in rounds.
     trace
         Keep spans in the report (`transfer_exec.trace`).
     inspect
@@ -71,7 +76,11 @@ def run_in_process(
     missing = [worker for worker in plan.workers if worker not in maps]
     if missing:
         raise ProgramError(f"no source map of {', '.join(missing)}; the plan has workers {', '.join(plan.workers)}")
-    compiler = Compiler(plan)
+    near = None
+    if direct_bytes is not None:
+        scattered = {worker: scattered_names(memory.get(worker, {})) for worker in plan.workers}
+        near = Near({worker: maps[worker] for worker in plan.workers}, scattered, direct_bytes)
+    compiler = Compiler(plan, near)
     programs = {worker: compiler.program(worker, maps[worker]) for worker in plan.workers}
     executors: dict[str, Executor] = {}
     try:

@@ -11,6 +11,10 @@ moves in which round. It names buffers and flags, never addresses, and is bound 
 `Write` and `Exchange` first wait until the peer has released what it got in the round before; they then write and
 raise the peer's flag. `Release` tells every worker that wrote here that all buffers are free again, which is after
 the last reader has finished: the forwarding and the assembling.
+
+What goes straight from parameter to parameter goes beside the rounds, once an update: `Offer` at its source, `Fetch` at
+its target. A receiver reads, it is never written to, so nobody writes old bytes into parameters after all others have
+given up; and a source does not end before all who read from it have.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import TypeAlias
 
@@ -109,6 +114,62 @@ Instruction: TypeAlias = Pack | Write | Exchange | Await | Assemble | Release
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Let a peer read the lent tensors, and wait until it has.
+
+    Attributes
+    ----------
+    stage, peer
+        Whose hops this stands for.
+    flag
+        The peer's flag that says that the tensors are ready.
+    done
+        The own flag by which the peer says that it has finished reading.
+    bytes
+        Of the plan's ids that go this way.
+    """
+
+    stage: Stage
+    peer: str
+    flag: int
+    done: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read out of a peer's tensors into the own, when it has said that they are ready.
+
+    Attributes
+    ----------
+    stage, peer
+        Whose hops this stands for.
+    flag
+        The own flag by which the peer says that its tensors are ready.
+    done
+        The peer's flag that says that they were read.
+    bytes
+        Of the plan's ids that go this way.
+    """
+
+    stage: Stage
+    peer: str
+    flag: int
+    done: int
+    bytes: int
+
+
+class FetchColumn(IntEnum):
+    """Columns of what is read: the peer's lent tensor and the byte in it, the own tensor and the byte, how many."""
+
+    LENT = 0
+    LENT_OFFSET = 1
+    TENSOR = 2
+    OFFSET = 3
+    BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramTensor:
     """A tensor that the program reads or writes.
 
@@ -150,7 +211,7 @@ class Program:
     worker
         Whose.
     plan_digest, map_digest
-        Of the plan, and of the source map it was compiled with.
+        Of the plan and of how it is divided into direct moves and others, and of the source map it was compiled with.
     rounds
         Rounds of an update.
     flags
@@ -165,6 +226,12 @@ class Program:
         The messages this worker sends, in the order of its writes.
     pack_templates, assemble_templates
         Which tensor elements are packed, and assembled, from and into which parts; see `transfer_exec.gather`.
+    offers, fetches
+        Direct moves, each once an update, beside the rounds.
+    lent
+        Positions in ``tensors`` of what peers read, in the order in which they count it.
+    fetch_rows
+        What each fetch reads: int64, shape ``(n, 5)``, columns as in `FetchColumn`.
     """
 
     worker: str
@@ -178,6 +245,10 @@ class Program:
     letters: tuple[Letter, ...]
     pack_templates: IdArray
     assemble_templates: IdArray
+    offers: tuple[Offer, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    lent: tuple[int, ...] = ()
+    fetch_rows: tuple[IdArray, ...] = ()
 
     @cached_property
     def pack(self) -> GatherTable:
@@ -196,8 +267,13 @@ class Program:
 
     @cached_property
     def arriving(self) -> IdArray:
-        """Payload bytes that reach this worker, by stage and round; int64, shape ``(3, rounds)``."""
+        """Payload bytes that are written to this worker, by stage and round; int64, shape ``(3, rounds)``."""
         return np.stack([layout.bytes_of_rounds for layout in self.layouts[1:]])
+
+    def bytes_received(self, stage: Stage) -> int:
+        """Payload bytes that come to this worker in one stage of one update, what it reads itself included."""
+        fetched = sum(fetch.bytes for fetch in self.fetches if fetch.stage is stage)
+        return int(self.arriving[stage.value].sum()) + fetched
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int, int]:
@@ -211,7 +287,7 @@ class Program:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Everybody this worker writes to or raises flags at, each once, in the order of the instructions."""
+        """Everybody this worker writes to, reads from or raises flags at, each once."""
         names: list[str] = []
         for step in self.instructions:
             match step:
@@ -221,7 +297,18 @@ class Program:
                     names.extend(sources)
                 case _:
                     pass
+        names += [offer.peer for offer in self.offers] + [fetch.peer for fetch in self.fetches]
         return tuple(dict.fromkeys(names))
+
+    @property
+    def direct_bytes(self) -> int:
+        """Payload bytes that are read from this worker or by it."""
+        return sum(offer.bytes for offer in self.offers) + sum(fetch.bytes for fetch in self.fetches)
+
+    @property
+    def receives(self) -> bool:
+        """Whether anything comes to this worker."""
+        return self.release is not None or bool(self.fetches)
 
     @property
     def release(self) -> Release | None:
@@ -229,8 +316,8 @@ class Program:
         return next((step for step in self.instructions if isinstance(step, Release)), None)
 
     def bytes_sent(self, stage: Stage) -> int:
-        """Payload bytes this worker sends in one stage of one update."""
-        total = 0
+        """Payload bytes this worker sends in one stage of one update, what is read from it included."""
+        total = sum(offer.bytes for offer in self.offers if offer.stage is stage)
         for step in self.instructions:
             if isinstance(step, (Write, Exchange)) and step.stage is stage:
                 total += sum(int(self.descriptors[table].rows[:, 2].sum()) for table in step.tables)
@@ -239,7 +326,7 @@ class Program:
     @property
     def table_bytes(self) -> int:
         """Memory that the tables of all rounds take."""
-        arrays = [self.pack.rows, self.assemble.rows, *(table.rows for table in self.descriptors)]
+        arrays = [self.pack.rows, self.assemble.rows, *(table.rows for table in self.descriptors), *self.fetch_rows]
         return sum(array.nbytes for array in arrays)
 
     def digest(self) -> str:

@@ -32,7 +32,10 @@ from transfer_exec.program import (
     Assemble,
     Await,
     Exchange,
+    Fetch,
+    FetchColumn,
     Instruction,
+    Offer,
     Pack,
     Program,
     ProgramTensor,
@@ -42,7 +45,7 @@ from transfer_exec.program import (
 from transfer_exec.regions import Buffer, Layout, Letter
 from transfer_exec.schedule import GroupedSchedule, Schedule
 
-_MAGIC = b"TLPROG\x00\x02"
+_MAGIC = b"TLPROG\x00\x03"
 MAX_BYTES = 1 << 31
 """Largest unpacked size that ``decode_program`` accepts."""
 MAX_NUMBERS = 1 << 28
@@ -58,6 +61,14 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
     flags: tuple[int, ...]
     release: int
     tables: tuple[int, ...]
+
+
+class _Direct(msgspec.Struct, array_like=True, frozen=True):
+    stage: int
+    peer: str
+    flag: int
+    done: int
+    bytes: int
 
 
 class _Tensor(msgspec.Struct, array_like=True, frozen=True):
@@ -84,6 +95,11 @@ class _Program(msgspec.Struct, array_like=True, frozen=True):
     letter_begins: Packed
     pack: Packed
     assemble: Packed
+    offers: tuple[_Direct, ...]
+    fetches: tuple[_Direct, ...]
+    lent: tuple[int, ...]
+    fetch_counts: tuple[int, ...]
+    fetch_rows: Packed
 
 
 def plain_program(program: Program) -> bytes:
@@ -111,6 +127,11 @@ def plain_program(program: Program) -> bytes:
             pack_table(np.concatenate(begins).T),
             pack_table(program.pack_templates),
             pack_table(program.assemble_templates),
+            tuple(_Direct(each.stage.value, each.peer, each.flag, each.done, each.bytes) for each in program.offers),
+            tuple(_Direct(each.stage.value, each.peer, each.flag, each.done, each.bytes) for each in program.fetches),
+            program.lent,
+            tuple(len(rows) for rows in program.fetch_rows),
+            pack_table(np.concatenate([np.empty((0, len(FetchColumn)), dtype=np.int64), *program.fetch_rows])),
         )
     )
 
@@ -172,6 +193,7 @@ def check_program(program: Program) -> None:
     last = sum(len(layout.routes) for layout in program.layouts)
     _check_templates(program, program.pack_templates, range(edge), packing=True)
     _check_templates(program, program.assemble_templates, range(edge, last), packing=False)
+    _check_direct(program)
 
 
 def _check_parts(program: Program) -> None:
@@ -221,6 +243,25 @@ def _check_step(program: Program, step: Instruction, tables: int) -> None:
             good = True
     if not good:
         raise ProgramError(f"{program.worker}: instruction {step} names a flag or table that is not there")
+
+
+def _check_direct(program: Program) -> None:
+    """Every row that is read lands in its tensor; where it comes from is checked against what the peer lends."""
+    flags = [each.flag for each in program.fetches] + [each.done for each in program.offers]
+    theirs = [each.done for each in program.fetches] + [each.flag for each in program.offers]
+    sizes = [each.bytes for each in program.offers] + [each.bytes for each in program.fetches]
+    good = all(0 <= flag < program.flags for flag in flags) and all(number >= 0 for number in (*theirs, *sizes))
+    good = good and all(0 <= position < len(program.tensors) for position in program.lent)
+    good = good and len(program.fetch_rows) == len(program.fetches) and bool(program.lent) == bool(program.offers)
+    if not good or len(set(program.lent)) < len(program.lent):
+        raise ProgramError(f"{program.worker}: a direct move names a flag or tensor that is not there")
+    room = np.array([each.bytes for each in program.tensors], dtype=np.float64)
+    for fetch, rows in zip(program.fetches, program.fetch_rows, strict=True):
+        wide, tensor = rows.astype(np.float64), rows[:, FetchColumn.TENSOR]
+        good = int(rows.min(initial=0)) >= 0 and int(tensor.max(initial=-1)) < len(room)
+        stop = wide[:, FetchColumn.OFFSET] + wide[:, FetchColumn.BYTES]
+        if not good or bool(np.any(stop > room[tensor])) or bool(np.any(rows > _MAX_SPAN)):
+            raise ProgramError(f"{program.worker}: what it reads from {fetch.peer} leaves its tensor")
 
 
 def _check_templates(program: Program, rows: IdArray, parts: range, *, packing: bool) -> None:
@@ -331,6 +372,8 @@ def _rebuild(packed: _Program) -> Program:
     numbers, pieces = unpack_column(packed.letter_parts, budget, LayoutError), rows_of(packed.pieces, 2)
     _check_counts(packed.worker, np.array(packed.part_counts, dtype=np.int64), len(parts))
     _check_counts(packed.worker, counts[:, 0], len(numbers))
+    fetched = rows_of(packed.fetch_rows, len(FetchColumn))
+    _check_counts(packed.worker, np.array(packed.fetch_counts, dtype=np.int64), len(fetched))
     _check_counts(packed.worker, counts[:, 1], begins.shape[1])
     edges = np.cumsum(packed.part_counts)[:-1]
     pack, receive, external, internal = (
@@ -354,6 +397,10 @@ def _rebuild(packed: _Program) -> Program:
         letters=tuple(Letter(*each) for each in letters) if len(counts) else (),
         pack_templates=rows_of(packed.pack, len(Column)),
         assemble_templates=rows_of(packed.assemble, len(Column)),
+        offers=tuple(Offer(Stage(each.stage), each.peer, each.flag, each.done, each.bytes) for each in packed.offers),
+        fetches=tuple(Fetch(Stage(each.stage), each.peer, each.flag, each.done, each.bytes) for each in packed.fetches),
+        lent=packed.lent,
+        fetch_rows=tuple(np.split(fetched, np.cumsum(packed.fetch_counts)[:-1])) if packed.fetch_counts else (),
     )
 
 

@@ -83,7 +83,7 @@ class WorkerReport:
     transport, kernels
         Names of what really ran.
     rounds, depth
-        Rounds passed, and how many of them at once.
+        Rounds passed, which may be fewer than the plan's where much goes directly, and how many of them at once.
     staging_bytes
         Memory of the buffers: ``depth`` times what the fullest round needs.
     bytes_sent, bytes_received
@@ -96,6 +96,8 @@ class WorkerReport:
         Where the time went.
     spans
         The same span by span, if the update was traced.
+    direct_bytes
+        Of the bytes sent or received, those that went straight from parameter to parameter.
     """
 
     worker: str
@@ -113,6 +115,7 @@ class WorkerReport:
     last_byte_at: float | None
     phases: PhaseTimes
     spans: tuple[Span, ...] | None = None
+    direct_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class TransferReport:
     transport
         Name of the transport that ran.
     rounds
-        Rounds passed.
+        Of the plan.
     workers
         Every worker's report.
     transfer_s
@@ -246,7 +249,8 @@ class TransferReport:
             lines.append(f"verified by {self.verification}, at most {max(self.verify_s.values(), default=0.0):.4f} s")
         for worker, report in self.workers.items():
             sent, received = (_by_stage(each) for each in (report.bytes_sent, report.bytes_received))
-            lines.append(f"  {worker}: sent {sent}; received {received}")
+            direct = f"; {report.direct_bytes:,} of them directly" if report.direct_bytes else ""
+            lines.append(f"  {worker}: sent {sent}; received {received}{direct}")
         lines += [
             f"  {worker}: {len(names)} opaque parameters: {', '.join(names)}" for worker, names in self.opaque.items()
         ]

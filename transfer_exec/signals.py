@@ -29,7 +29,7 @@ class Wait:
     Attributes
     ----------
     version, round
-        Where it is; of several rounds under way the oldest.
+        Where it is; of several rounds under way the oldest. -1 beside the rounds.
     stage
         ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"`` or ``"ASSEMBLE"`` while its own kernels run.
     what
@@ -42,7 +42,8 @@ class Wait:
     what: str
 
     def __str__(self) -> str:
-        return f"version {self.version}, round {self.round}, stage {self.stage}: {self.what}"
+        place = "beside the rounds" if self.round < 0 else f"round {self.round}"
+        return f"version {self.version}, {place}, stage {self.stage}: {self.what}"
 
     @property
     def on_itself(self) -> bool:
@@ -64,5 +65,13 @@ def message_tag(plan_digest: str, stage: Stage, source: str, target: str) -> int
 
     The same in every round: a flag's number and tag may be read while the next round's are being stored.
     """
-    text = f"{plan_digest}/{stage.name}/{source}/{target}"
+    return _tag_of(f"{plan_digest}/{stage.name}/{source}/{target}")
+
+
+def lent_tag(plan_digest: str, stage: Stage, source: str, target: str) -> int:
+    """As `message_tag`, of what is read directly."""
+    return _tag_of(f"{plan_digest}/{stage.name}/{source}/{target}/lent")
+
+
+def _tag_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,8 +1,8 @@
 """What a worker's tensors have of a plan's routes: the templates of its gather tables.
 
 A needer's templates are those of every element that copies an id: workers with equal maps get the same ids, each by its
-own routes, so they share them. A holder's are those of the ids it sends, each from one element. Both are exact or
-refused: sums of elements, of tiles on one side and of runs on the other, show that nothing is left out.
+own routes, so they share them. A holder's are those of the ids it sends, each from one element. Sums of elements, of
+tiles on one side and of runs on the other, show that nothing is left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def tensors_of(source_map: SourceMap) -> tuple[ProgramTensor, ...]:
     return (*parameters, *(ProgramTensor(spec.name, spec.shape, spec.dtype, staged=True) for spec in specs))
 
 
-def needer_templates(source_map: SourceMap, runs: RouteRuns) -> IdArray | None:
-    """Rows for every element that copies an id, or is staged; None if some id is in no route.
+def needed_elements(source_map: SourceMap) -> int:
+    """Elements that copy an id or are staged: what the rows of `needer_templates` add up to if routes have all ids."""
+    return int(_staged_too(source_map, _tiles(source_map)).elements.sum())
+
+
+def needer_templates(source_map: SourceMap, runs: RouteRuns) -> IdArray:
+    """Rows for every element that copies an id of some route, or is staged from one.
 
     Parameters
     ----------
@@ -45,14 +50,11 @@ def needer_templates(source_map: SourceMap, runs: RouteRuns) -> IdArray | None:
 
     Returns
     -------
-    numpy.ndarray or None
+    numpy.ndarray
         Shape ``(n, 11)``; TENSOR is a position in `tensors_of`, BUFFER a load, CODE -1 where no conversion is defined.
     """
     tiles = _staged_too(source_map, _tiles(source_map))
     shares = tiles.within(runs.runs)
-    served = _sums(shares[:, Share.TILE], shares[:, Share.LENGTH] * shares[:, Share.COUNT], len(tiles.rows))
-    if not np.array_equal(served, tiles.elements):
-        return None
     return _templates(source_map, runs, tiles, shares, lambda tensor, wire: code_of(wire, tensor))
 
 

@@ -9,7 +9,8 @@ one round is on the wire, the next is packed and the one before assembled. Every
     slot 0    pack 0 | write 0           | pack 2 | write 2 ...
     slot 1             pack 1 | write 1           | pack 3 | ...
 
-It runs as far as it can, yields a `Wait` whenever no round can go on, and returns the `WorkerReport`.
+Beside the slots goes what is read straight from parameter to parameter (`transfer_exec.fetching`). It runs as far as it
+can, yields a new `Wait` whenever it went on and the same one while it cannot, and returns the `WorkerReport`.
 
 A worker writes round k of a version only after the peer has released round k - depth of the same version
 (`transfer_exec.signals`), which is after the peer's last reader of that slot has finished.
@@ -18,7 +19,7 @@ A worker writes round k of a version only after the peer has released round k - 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -27,19 +28,17 @@ from typing import TypeAlias
 
 from transfer_exec.buffers import Buffers, slot_name
 from transfer_exec.errors import PeerGoneError, TransportError
+from transfer_exec.fetching import Fetching, Reads
 from transfer_exec.kernels.base import Job
+from transfer_exec.ledger import WRITING, Ledger
 from transfer_exec.plan import Stage
 from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, Program, Release, Write
 from transfer_exec.regions import Buffer
-from transfer_exec.report import PhaseTimes, Span, WorkerReport
 from transfer_exec.signals import ASSEMBLE, PACK, Steps, Wait, first_number, message_tag
 from transfer_exec.transport.base import Ticket, Transport
 
 _Waits: TypeAlias = Generator[Wait, None, None]
 _Group: TypeAlias = list[tuple[int, Instruction]]
-
-_WRITING = ("wire", "external", "internal")
-"""Kinds of spans of writing, by stage."""
 
 
 class Update:
@@ -47,7 +46,7 @@ class Update:
 
     Parameters
     ----------
-    program, transport, buffers
+    program, transport, buffers, reads
         Connected and bound.
     kernels
         Name of the backend, for the report.
@@ -57,6 +56,8 @@ class Update:
         Keep a span of everything it does, for the report.
     pool
         Where packing and assembling run, one at a time, beside the caller; without one, on the calling thread.
+    before_read
+        Called before anything is read straight into memory.
     """
 
     def __init__(
@@ -65,9 +66,12 @@ class Update:
         transport: Transport,
         kernels: str,
         buffers: Buffers,
+        reads: Reads,
         version: int,
-        pool: Pool | None = None,
-        trace: bool = False,
+        *,
+        pool: Pool | None,
+        trace: bool,
+        before_read: Callable[[], None],
     ) -> None:
         self._program = program
         self._transport = transport
@@ -77,51 +81,53 @@ class Update:
         self._pool = pool
         self._base = first_number(version, program.rounds)
         self._passed = [0] * len(program.instructions)
-        self._moves = 0
-        self._spans: list[Span] | None = [] if trace else None
         self._in_flight: dict[Ticket, Wait] = {}
         self._running: list[Future[None]] = []
         self._failures: list[TransportError] = []
-        self._sent = [0, 0, 0]
-        self._write_s = [0.0, 0.0, 0.0]
-        self._await_s = [0.0, 0.0, 0.0]
-        self._pack_s = self._assemble_s = self._release_wait_s = 0.0
-        self._first_byte_at: float | None = None
-        self._last_byte_at: float | None = None
+        self._ledger = Ledger(program, version, trace=trace)
+        self._fetching = Fetching(program, transport, reads, version, self._ledger, before_read)
 
     def steps(self, pack: Sequence[Job], assemble: Sequence[Job]) -> Steps:
         """All rounds, with each round's prepared packing and assembling."""
-        started_at = time.monotonic()
         if self._program.release is not None:
             self._signal_release(self._program.release, self._base)
         groups = _with_writes_together(self._program.instructions)
         depth = min(self._buffers.depth, self._program.rounds)
+        slots = [self._slot(first, groups, pack, assemble) for first in range(depth)]
         try:
-            yield from self._all_slots([self._slot(first, groups, pack, assemble) for first in range(depth)])
+            yield from self._all_slots([*self._fetching.jobs(), *slots])
         finally:
             wait(self._running)  # a kernel that has begun writes to its end, whatever else has failed
-        return self._report(started_at)
+            self._fetching.end()
+        return self._ledger.report(
+            transport=self._transport.name,
+            kernels=self._kernels,
+            depth=self._buffers.depth,
+            staging_bytes=self._buffers.total_bytes,
+        )
 
     def _all_slots(self, slots: list[_Waits]) -> _Waits:
-        """Take every round as far as it can go, the oldest first; what failed is raised when all writes have ended."""
+        """Take every round as far as it can go, the oldest first; what failed is raised when all writes have ended.
+
+        A wait that was not yielded before says that something went on, so whoever drives this should not sleep.
+        """
         shown: Wait | None = None
         while slots:
-            before = self._moves
+            before = self._ledger.moves
             left, waits = [], []
             for slot in slots:
                 try:
                     waits.append(next(slot))
                     left.append(slot)
                 except StopIteration:
-                    self._moves += 1
+                    self._ledger.moves += 1
                 except TransportError as error:
                     yield from self._give_up(error)
             slots = left
-            if self._moves != before:
-                shown = None
-                continue
-            if shown is None:
-                shown = replace(min(waits, key=lambda each: each.round))
+            if not slots:
+                return
+            if shown is None or self._ledger.moves != before:
+                shown = replace(min(waits, key=lambda each: (each.round < 0, each.round)))
             yield shown
 
     def _give_up(self, error: TransportError) -> _Waits:
@@ -151,10 +157,10 @@ class Update:
                 match step:
                     case Pack():
                         begun = yield from self._run(pack[number], PACK, index, number)
-                        self._pack_s += self._took("pack", number, begun)
+                        self._ledger.pack_s += self._ledger.took("pack", number, begun)
                     case Assemble():
                         begun = yield from self._run(assemble[number], ASSEMBLE, index, number)
-                        self._assemble_s += self._took("assemble", number, begun)
+                        self._ledger.assemble_s += self._ledger.took("assemble", number, begun)
                     case Await():
                         yield from self._await(step, index, number)
                     case Release():
@@ -173,7 +179,7 @@ class Update:
 
     def _pass(self, index: int) -> None:
         self._passed[index] += 1
-        self._moves += 1
+        self._ledger.moves += 1
 
     def _run(self, job: Job, stage: str, index: int, number: int) -> Generator[Wait, None, float]:
         """Run a kernel; when it began."""
@@ -201,9 +207,9 @@ class Update:
         while not self._released(step, number):
             yield free
         posted = time.monotonic()
-        self._release_wait_s += self._took("wait", number, begun, step.peer, "release")
-        self._touch(posted)
-        self._moves += 1
+        self._ledger.release_wait_s += self._ledger.took("wait", number, begun, step.peer, "release")
+        self._ledger.touch(posted)
+        self._ledger.moves += 1
         under_way = Wait(self._version, number, step.stage.name, f"for a write to {step.peer} to complete")
         slot = number % self._buffers.depth
         tickets = []
@@ -215,9 +221,11 @@ class Update:
                 tickets.append(self._transport.write(source, step.peer, target, rows))
                 self._in_flight[tickets[-1]] = under_way
         yield from self._drain(tickets, under_way)
-        self._touch(time.monotonic())
-        self._write_s[step.stage.value] += self._took(_WRITING[step.stage.value], number, posted, step.peer)
-        self._sent[step.stage.value] += sum(
+        self._ledger.touch(time.monotonic())
+        self._ledger.write_s[step.stage.value] += self._ledger.took(
+            WRITING[step.stage.value], number, posted, step.peer
+        )
+        self._ledger.sent[step.stage.value] += sum(
             self._program.descriptors[table].bytes_of_round(number) for table in step.tables
         )
         tag = message_tag(self._program.plan_digest, step.stage, self._program.worker, step.peer)
@@ -296,9 +304,11 @@ class Update:
             message = Wait(self._version, number, step.stage.name, f"for the message of {source}")
             while not self._arrived(step.stage, source, flag, number):
                 yield message
-            self._touch(time.monotonic())
-            self._await_s[step.stage.value] += self._took("wait", number, begun, source, _WRITING[step.stage.value])
-            self._moves += 1
+            self._ledger.touch(time.monotonic())
+            self._ledger.await_s[step.stage.value] += self._ledger.took(
+                "wait", number, begun, source, WRITING[step.stage.value]
+            )
+            self._ledger.moves += 1
 
     def _arrived(self, stage: Stage, source: str, flag: int, number: int) -> bool:
         """Whether a round's message is there; its source may have announced those of later slots since."""
@@ -321,43 +331,6 @@ class Update:
             with suppress(PeerGoneError):
                 self._transport.signal(source, flag, sequence, 0)
 
-    def _took(self, kind: str, number: int, begun: float, peer: str = "", of: str = "") -> float:
-        """Seconds since something began, which has ended now."""
-        now = time.monotonic()
-        if self._spans is not None:
-            self._spans.append(Span(kind, number, peer, of, begun, now))
-        return now - begun
-
-    def _touch(self, now: float) -> None:
-        if self._first_byte_at is None:
-            self._first_byte_at = now
-        self._last_byte_at = now
-
-    def _report(self, started_at: float) -> WorkerReport:
-        return WorkerReport(
-            worker=self._program.worker,
-            version=self._version,
-            transport=self._transport.name,
-            kernels=self._kernels,
-            rounds=self._program.rounds,
-            depth=self._buffers.depth,
-            staging_bytes=self._buffers.total_bytes,
-            bytes_sent=_three(self._sent),
-            bytes_received=_three(self._program.arriving.sum(axis=1).tolist()),
-            started_at=started_at,
-            finished_at=time.monotonic(),
-            first_byte_at=self._first_byte_at,
-            last_byte_at=self._last_byte_at,
-            phases=PhaseTimes(
-                pack_s=self._pack_s,
-                assemble_s=self._assemble_s,
-                release_wait_s=self._release_wait_s,
-                write_s=(self._write_s[0], self._write_s[1], self._write_s[2]),
-                await_s=(self._await_s[0], self._await_s[1], self._await_s[2]),
-            ),
-            spans=None if self._spans is None else tuple(self._spans),
-        )
-
 
 def _with_writes_together(instructions: Sequence[Instruction]) -> list[_Group]:
     """Instructions and their positions; neighbouring writes of one stage are one group, others are alone."""
@@ -369,7 +342,3 @@ def _with_writes_together(instructions: Sequence[Instruction]) -> list[_Group]:
         else:
             groups.append([(index, step)])
     return groups
-
-
-def _three(counts: Sequence[int]) -> tuple[int, int, int]:
-    return counts[0], counts[1], counts[2]

@@ -90,10 +90,10 @@ def test_m02_staging_does_not_grow_with_the_model(depth: int) -> None:
     for elements in (1 << 18, 1 << 21):
         plan, maps = one_to(1, elements=elements, buffer_bytes=1 << 16)
         memory = memory_for(maps)
-        run_in_process(plan, maps, memory, depth=depth)
+        run_in_process(plan, maps, memory, depth=depth, direct_bytes=None)
         tracemalloc.start()
         try:
-            report = run_in_process(plan, maps, memory, depth=depth, version=1)
+            report = run_in_process(plan, maps, memory, depth=depth, direct_bytes=None, version=1)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

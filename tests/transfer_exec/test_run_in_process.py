@@ -41,6 +41,7 @@ def cross(
     strided: bool = True,
     policy: LoopbackPolicy | None = None,
     depth: int = 2,
+    direct_bytes: int | None = None,
 ) -> TransferReport:
     """Run a plan on fresh memory and check every byte."""
     holders = make_memory(crossing, crossing.held, rng, strided=strided)
@@ -51,7 +52,10 @@ def cross(
     kept = {worker: {n: m.base.copy() for n, m in parameters.items()} for worker, parameters in holders.items()}
     before = {worker: {n: m.view.copy() for n, m in parameters.items()} for worker, parameters in needers.items()}
     memory = {w: {n: m.view for n, m in parameters.items()} for w, parameters in {**holders, **needers}.items()}
-    report = run_in_process(plan, crossing.maps, memory, network=LoopbackNetwork(policy), depth=depth, inspect=poison)
+    network = LoopbackNetwork(policy)
+    report = run_in_process(
+        plan, crossing.maps, memory, network=network, depth=depth, direct_bytes=direct_bytes, inspect=poison
+    )
     for worker, parameters in holders.items():
         for name, guard in parameters.items():
             assert np.array_equal(guard.base, kept[worker][name]), f"{name} on {worker} was written"
@@ -66,21 +70,27 @@ def cross(
     return report
 
 
+BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [None, 1, 12], ids=["in rounds", "directly", "partly directly"])
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("seed", range(60))
-def test_random_layouts_memory_and_budgets(seed: int) -> None:
+def test_random_layouts_memory_and_budgets(seed: int, direct_bytes: int | None) -> None:
     rng = np.random.default_rng(seed)
     crossing = random_crossing(rng)
     plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([8, 24, 100, 1 << 20])))
-    cross(crossing, plan, rng, strided=bool(rng.integers(0, 2)))
+    cross(crossing, plan, rng, strided=bool(rng.integers(0, 2)), direct_bytes=direct_bytes)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("seed", range(30))
-def test_a_network_that_delays_and_reorders(seed: int) -> None:
+def test_a_network_that_delays_and_reorders(seed: int, direct_bytes: int | None) -> None:
     rng = np.random.default_rng(1000 + seed)
     crossing = random_crossing(rng)
     plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([16, 64, 1 << 20])))
     policy = LoopbackPolicy(seed=seed, max_delay=7, reorder=True)
-    cross(crossing, plan, rng, policy=policy, depth=int(rng.integers(1, 5)))
+    strided = bool(rng.integers(0, 2))
+    cross(crossing, plan, rng, strided=strided, policy=policy, depth=int(rng.integers(1, 5)), direct_bytes=direct_bytes)
 
 
 # what must be right before the first byte

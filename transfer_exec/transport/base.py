@@ -14,6 +14,9 @@ is `transfer_exec.executor`, so every wait has a deadline and a name.
              peer.signal(worker, channel=0, sequence=1, tag=7)
     mine   : transport.flag(0) == Flag(1, 7)
 
+Inside a host a worker may also *lend* memory that is not its transport's, such as parameters, and a peer reads it into
+memory of its own. Reading needs nothing of the worker that lends, and never writes anybody else's memory.
+
 What every transport must do beside moving bytes is in one place, `transfer_exec.transport.checked`.
 """
 
@@ -28,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_exec.errors import TransportError
+from transfer_exec.transport.stretches import Lent, Stretches
 
 Memory = npt.NDArray[np.uint8]
 """A region: a one-dimensional, contiguous, writable array of bytes."""
@@ -39,7 +43,7 @@ RegionHandle = NewType("RegionHandle", int)
 """A registered region of this worker; meaningless to every other transport object."""
 
 Ticket = NewType("Ticket", int)
-"""A posted write."""
+"""A posted write or read."""
 
 
 class Flag(NamedTuple):
@@ -50,11 +54,17 @@ class Flag(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """How often whoever waits should look: at once ``spins`` times, then after sleeps that grow between the two."""
+    """How often whoever waits should look: after sleeps of an eighth of the time waited so far, between the two.
 
-    spins: int = 50
+    So an event is seen late by an eighth of what it took at most, and looking takes the processor from nobody.
+    """
+
     shortest_s: float = 20e-6
-    longest_s: float = 200e-6
+    longest_s: float = 1e-3
+
+    def sleep_s(self, waited_s: float) -> float:
+        """How long to sleep after having waited so long."""
+        return min(max(waited_s / 8, self.shortest_s), self.longest_s)
 
 
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +111,8 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Where the transport finds the flags.
     regions
         The registered regions by name.
+    lent
+        Memory that peers may read.
     """
 
     worker: str
@@ -110,6 +122,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channels: int
     flags_address: str
     regions: tuple[RegionInfo, ...]
+    lent: Lent | None = None
 
     def to_bytes(self) -> bytes:
         """Serialize with msgpack."""
@@ -133,6 +146,8 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
         if len({region.name for region in endpoint.regions}) != len(endpoint.regions):
             raise TransportError(f"{endpoint.worker}: endpoint names a region twice")
+        if endpoint.lent is not None:
+            Stretches.of(endpoint.lent)
         return endpoint
 
     def region(self, name: str) -> RegionInfo:
@@ -162,6 +177,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def reads(self) -> bool:
+        """Whether memory can be lent and read."""
+        ...
+
+    @property
     def patience(self) -> Patience:
         """For whoever waits; looking too often takes the processor from those that move bytes."""
         ...
@@ -180,6 +200,16 @@ class Transport(Protocol):
         """
         ...
 
+    def lend(self, memory: Stretches) -> None:
+        """Let peers read memory, once, before `endpoint`; it stays the caller's, who keeps it alive and still.
+
+        Raises
+        ------
+        TransportError
+            If this transport cannot.
+        """
+        ...
+
     def open_flags(self, channels: int) -> None:
         """Make the flags, once, before `endpoint`. All begin at sequence 0."""
         ...
@@ -195,6 +225,8 @@ class Transport(Protocol):
         ------
         TransportError
             If the peer speaks another transport, is gone, or is no longer the incarnation that its endpoint names.
+        UnreadableError
+            If it lends memory that this process is not allowed to read.
         """
         ...
 
@@ -210,13 +242,28 @@ class Transport(Protocol):
         """
         ...
 
-    def finished(self, ticket: Ticket) -> bool:
-        """Whether a posted write has completed on the peer; never blocks.
+    def read(self, peer: str, memory: Stretches, descriptors: Descriptors) -> Ticket:
+        """Post copies from what a peer lends, the descriptors' source, into own memory.
+
+        Neither may change or go away until the ticket is finished.
 
         Raises
         ------
         TransportError
-            If any part of the write failed, once all of it has ended; the message lists every failure.
+            If a descriptor leaves a stretch on either side, or the peer is unknown or lends nothing; nothing was
+            copied.
+        """
+        ...
+
+    def finished(self, ticket: Ticket) -> bool:
+        """Whether a posted write has completed on the peer, or a read here; never blocks.
+
+        Raises
+        ------
+        TransportError
+            If any part of it failed, once all of it has ended; the message lists every failure.
+        PeerGoneError
+            If the peer of a read is gone by now: what was read may not have been its memory.
         """
         ...
 

@@ -9,7 +9,7 @@ believes whatever it is told. This class is the only one that talks to it, and i
 - merges neighbouring descriptors, and keeps at most ``Limits.in_flight`` of them with the wire for each peer;
 - hands out tickets that mean nothing to the wire, so a stale one cannot reach it;
 - after a failed write posts no more of it, waits until what was posted has ended, and lists every failure;
-- refuses peers of another incarnation, whenever it is about to write to one;
+- refuses peers of another incarnation, whenever it is about to write to or read from one, and when a read has ended;
 - refuses to run in a forked child, and after `close`;
 - pins what it allocates, where a device's kernels are to reach it.
 
@@ -47,8 +47,11 @@ from transfer_exec.transport.base import (
     new_incarnation,
 )
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
+from transfer_exec.transport.stretches import Lent, Stretches
 
 _Posted = TypeVar("_Posted")
+
+_MOST = (1 << 62) - 1
 
 Bases = Mapping[str, tuple[int, ...]]
 """By region of a peer, the address of each of its pieces as the wire here knows it."""
@@ -105,6 +108,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._writes: dict[int, _Write[_Posted]] = {}
         self._posted = 0
         self._channels = 0
+        self._lent: tuple[Stretches, Lent] | None = None
         self._flags_at: str | None = None
         self._closed = False
 
@@ -147,6 +151,14 @@ class CheckedTransport(ABC, Generic[_Posted]):
     @abstractmethod
     def _post(self, peer: Endpoint, region: str, rows: IdArray) -> _Posted | None:
         """Copy rows of absolute ``(source, target, bytes)``; None if that is done on return."""
+
+    def _lend(self, memory: Stretches) -> str:
+        """Whose address space lent memory is in, as endpoints spell it."""
+        raise TransportError(f"{self.name} cannot lend memory")
+
+    def _fetch(self, peer: Endpoint, rows: IdArray) -> _Posted | None:
+        """Copy rows of absolute ``(own target, peer's source, bytes)``; None if that is done on return."""
+        raise TransportError(f"{self.name} cannot read memory")
 
     @abstractmethod
     def _ended(self, posted: _Posted) -> bool:
@@ -201,6 +213,14 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._places[name] = tuple(addresses)
         return handle
 
+    def lend(self, memory: Stretches) -> None:
+        """See `Transport.lend`."""
+        self._check()
+        if self._lent is not None:
+            raise TransportError(f"{self.worker}: memory is lent already")
+        lent = Lent(self._lend(memory), tuple(memory.addresses.tolist()), tuple(memory.sizes.tolist()))
+        self._lent = Stretches.of(lent), lent
+
     def open_flags(self, channels: int) -> None:
         """See `Transport.open_flags`."""
         self._check()
@@ -217,13 +237,17 @@ class CheckedTransport(ABC, Generic[_Posted]):
             RegionInfo(name, memory.nbytes, *_spelled(self._places[name], self._limits.piece_bytes))
             for name, memory in self._regions.items()
         )
-        return Endpoint(self.worker, self.name, self.incarnation, program, self._channels, self._flags_at, regions)
+        lent = None if self._lent is None else self._lent[1]
+        return Endpoint(
+            self.worker, self.name, self.incarnation, program, self._channels, self._flags_at, regions, lent
+        )
 
     def connect(self, peer: Endpoint) -> None:
         """See `Transport.connect`."""
         self._check()
         check_peer(self.worker, self.name, peer)
-        self._peers[peer.worker] = _Peer(peer, self._reach(peer))
+        lent = None if peer.lent is None else Stretches.of(peer.lent)
+        self._peers[peer.worker] = _Peer(peer, self._reach(peer), lent)
 
     def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
         """See `Transport.write`."""
@@ -243,11 +267,19 @@ class CheckedTransport(ABC, Generic[_Posted]):
         rows[:, 0] += memory.ctypes.data
         pieces, offsets = rows[:, 1] // info.piece_bytes, rows[:, 1] % info.piece_bytes
         rows[:, 1] = np.array([*known.bases[region], 0], dtype=np.int64)[pieces] + offsets
-        self._posted += 1
-        write = self._writes[self._posted] = _Write(known, region, rows)
-        known.queue.append(write)
-        self._post_more(known)
-        return Ticket(self._posted)
+        return self._take(_Write(known, region, rows))
+
+    def read(self, peer: str, memory: Stretches, descriptors: Descriptors) -> Ticket:
+        """See `Transport.read`."""
+        known = self._known(peer)
+        if known.lent is None:
+            raise TransportError(f"{peer}: lends no memory")
+        rows = np.minimum(descriptors, np.uint64(_MOST)).astype(np.int64)  # beyond is in no stretch either
+        theirs, mine, lengths = rows.T
+        source = known.lent.locate(theirs, lengths, f"lent by {peer}")
+        target = memory.locate(mine, lengths, f"of {self.worker}")
+        rows = merge_neighbours(np.stack([target, source, lengths], axis=1).astype(np.uint64)).astype(np.int64)
+        return self._take(_Write(known, "", rows, reads=True))
 
     def finished(self, ticket: Ticket) -> bool:
         """See `Transport.finished`."""
@@ -264,6 +296,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
             return False
         if write.failures:
             raise TransportError("; ".join(write.failures))
+        if write.reads:
+            self._known(write.peer.endpoint.worker)
         del self._writes[ticket]
         return True
 
@@ -303,6 +337,13 @@ class CheckedTransport(ABC, Generic[_Posted]):
         size = self._limits.piece_bytes
         return [memory[start : start + size] for start in range(0, memory.nbytes, size)]
 
+    def _take(self, write: _Write[_Posted]) -> Ticket:
+        self._posted += 1
+        self._writes[self._posted] = write
+        write.peer.queue.append(write)
+        self._post_more(write.peer)
+        return Ticket(self._posted)
+
     def _post_more(self, peer: _Peer[_Posted]) -> None:
         """Post what there is room for, oldest write first."""
         while peer.queue:
@@ -314,7 +355,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
                 batch = write.rows[write.position : write.position + room]
                 write.position += len(batch)
                 try:
-                    posted = self._post(peer.endpoint, write.region, batch)
+                    posted = self._move(peer, write, batch)
                 except TransportError as error:
                     write.failures.append(str(error))
                     break
@@ -322,6 +363,11 @@ class CheckedTransport(ABC, Generic[_Posted]):
                     write.under_way.append((posted, len(batch)))
                     peer.in_flight += len(batch)
             peer.queue.popleft()
+
+    def _move(self, peer: _Peer[_Posted], write: _Write[_Posted], batch: IdArray) -> _Posted | None:
+        if write.reads:
+            return self._fetch(peer.endpoint, batch)
+        return self._post(peer.endpoint, write.region, batch)
 
     def _collect(self, write: _Write[_Posted]) -> None:
         left = []
@@ -361,17 +407,19 @@ class _Peer(Generic[_Posted]):
 
     endpoint: Endpoint
     bases: Bases
+    lent: Stretches | None
     queue: deque[_Write[_Posted]] = field(default_factory=deque)
     in_flight: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Write(Generic[_Posted]):
-    """One ticket: rows before ``position`` were posted, those of ``under_way`` have not ended."""
+    """One ticket, of a read or a write: rows before ``position`` were posted, those of ``under_way`` have not ended."""
 
     peer: _Peer[_Posted]
     region: str
     rows: IdArray
+    reads: bool = False
     position: int = 0
     under_way: list[tuple[_Posted, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

@@ -1,9 +1,9 @@
 """The faithful fake: all workers in one process, with a network that can be made to misbehave.
 
-A write is a number of pieces, one a descriptor. Under the default policy every piece lands at once. A policy with a
-seed delays pieces by some polls, lands them in any order, loses some, or fails whole writes; the bytes of a piece are
-read when it lands, as a network card reads them, so a source that is reused too early is caught. Signals are delayed
-too, and never overtake each other on one channel.
+A write or a read is a number of pieces, one a descriptor. Under the default policy every piece lands at once. A policy
+with a seed delays pieces by some polls, lands them in any order, loses some, or fails whole writes; the bytes of a
+piece are read when it lands, as a network card reads them, so a source that is reused too early is caught. Signals are
+delayed too, and never overtake each other on one channel.
 
 >>> import numpy as np
 >>> network = LoopbackNetwork()
@@ -20,6 +20,7 @@ too, and never overtake each other on one channel.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from dataclasses import dataclass, field
@@ -30,8 +31,12 @@ from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.stretches import Stretches
 
 _ALIGNMENT = 64
+
+LENT = "lent"
+"""What a record of a read has for a region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,9 @@ class LoopbackPolicy:
     reorder
         Land what is due in random order.
     failing_writes
-        Numbers of writes, counted over the network from 0, whose pieces are refused.
+        Numbers of writes and reads, counted over the network from 0, whose pieces are refused.
     lost_writes, lost_signals
-        Numbers of writes or signals that vanish: nobody hears of them again.
+        Numbers of writes and reads, or of signals, that vanish: nobody hears of them again.
     failing_registrations
         Numbers of registrations, counted over the network from 0, that the wire refuses with code -1.
     limits
@@ -68,7 +73,10 @@ class LoopbackPolicy:
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """One write, as posted: every piece's target offset in its registration, and bytes."""
+    """One write or read, as posted: every piece's offset in its registration or lent stretch, and bytes.
+
+    A read's region is ``LENT``, its source the worker that lends.
+    """
 
     source: str
     target: str
@@ -233,6 +241,8 @@ class LoopbackNetwork:
 class LoopbackTransport(CheckedTransport[int]):
     """One worker's end of a loopback network; made by `LoopbackNetwork.transport`."""
 
+    reads = True
+
     def __init__(self, network: LoopbackNetwork, worker: str) -> None:
         super().__init__(worker, "loopback", network.limits)
         self.network = network
@@ -303,6 +313,30 @@ class LoopbackTransport(CheckedTransport[int]):
             pieces.append((offset, size))
         return self.network.post(WriteRecord(self.worker, peer.worker, region, tuple(pieces)), ends)
 
+    def lent_window(self, address: int, size_bytes: int) -> tuple[Memory, int]:
+        """As `window`, of lent memory."""
+        if self._stale:
+            raise TransportError(f"{self.worker}: lent memory before it was mapped anew; lend it again")
+        assert self._lent is not None
+        lent = self._lent[0]
+        place = (lent.addresses <= address) & (address + size_bytes <= lent.addresses + lent.sizes)
+        if not place.any():
+            raise TransportError(f"{self.worker}: {size_bytes} bytes at {address:#x} are not lent")
+        return _bytes_at(address, size_bytes), address - int(lent.addresses[place][0])
+
+    def _lend(self, memory: Stretches) -> str:
+        return ""
+
+    def _fetch(self, peer: Endpoint, rows: IdArray) -> int:
+        member = self.network.member(peer.worker)
+        assert member is not None
+        pieces, ends = [], []
+        for target, source, size in rows.tolist():
+            there, offset = member.lent_window(source, size)
+            ends.append((there, _bytes_at(target, size)))
+            pieces.append((offset, size))
+        return self.network.post(WriteRecord(peer.worker, self.worker, LENT, tuple(pieces)), ends)
+
     def _ended(self, posted: int) -> bool:
         return self.network.done(posted)
 
@@ -318,3 +352,8 @@ class LoopbackTransport(CheckedTransport[int]):
     def _close(self) -> None:
         self._peers.clear()
         self._regions.clear()
+
+
+def _bytes_at(address: int, size_bytes: int) -> Memory:
+    """Memory of this process that somebody else keeps alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

@@ -45,7 +45,7 @@ _SLOT_BYTES = 32
 _MOST = 1000  # the engine refuses what is beyond 1024 for one peer, sends it all the same, and flags need room too
 _LIMITS = {
     # A message over TCP takes milliseconds, and the threads that move it need the processor that looking would take.
-    "tcp": Limits(in_flight=_MOST, patience=Patience(spins=0, shortest_s=500e-6, longest_s=1e-3)),
+    "tcp": Limits(in_flight=_MOST, patience=Patience(shortest_s=500e-6)),
     "rdma": Limits(in_flight=_MOST),
 }
 _TRIES = 3

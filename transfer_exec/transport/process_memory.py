@@ -1,17 +1,19 @@
-"""Writing another process's memory with ``process_vm_writev``: no mapping, no copy in between, 1024 ranges a call.
+"""Other processes' memory with ``process_vm_readv`` and ``process_vm_writev``: no mapping, no copy in between.
 
 The kernel allows it between processes of one user, unless a policy (Yama's ``ptrace_scope``, seccomp, a user namespace)
 says no. So it is asked before it is relied on: `why_not` at the start, `why_not_process` for one peer.
 
 ::
 
-    why_not() or why_not_process(pid, address) or write_process(pid, rows)      # rows: source, target, bytes
+    why_not() or why_not_process(pid, address) or write_process(pid, rows)      # rows: address here, there, bytes
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -56,18 +58,27 @@ def write_process(pid: int, rows: IdArray) -> None:
     TransportError
         If the process is gone, a range is not mapped there, or the kernel does not allow it.
     """
+    _move("process_vm_writev", pid, rows, "written")
+
+
+def read_process(pid: int, rows: IdArray) -> None:
+    """Copy ranges out of another process's memory; otherwise as `write_process`."""
+    _move("process_vm_readv", pid, rows, "read")
+
+
+def _move(call: str, pid: int, rows: IdArray, done: str) -> None:
     for part in _calls(rows):
         mine, theirs = np.ascontiguousarray(part[:, ::2]), np.ascontiguousarray(part[:, 1:])
         wanted = int(part[:, 2].sum())
         try:
-            written = _call("process_vm_writev", pid, mine, theirs)
+            moved = _call(call, pid, mine, theirs)
         except OSError as error:
             raise TransportError(
-                f"process {pid}: {len(part)} ranges cannot be written: {os.strerror(error.errno or 0)}{_hint(error)}"
+                f"process {pid}: {len(part)} ranges cannot be {done}: {os.strerror(error.errno or 0)}{_hint(error)}"
             ) from error
-        if written != wanted:
+        if moved != wanted:
             raise TransportError(
-                f"process {pid}: {written} of {wanted} bytes could be written; part of the range is not mapped there"
+                f"process {pid}: {moved} of {wanted} bytes could be {done}; part of the range is not mapped there"
             )
 
 
@@ -87,13 +98,20 @@ def _calls(rows: IdArray) -> list[IdArray]:
 
 
 def _call(name: str, pid: int, mine: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> int:
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    done = int(function(pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0))
+    done = int(_function(name)(pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0))
     if done < 0:
         raise OSError(ctypes.get_errno(), name)
     return done
+
+
+@cache
+def _function(name: str) -> Callable[[int, int, int, int, int, int], int]:
+    """A function of the C library; looking it up takes as long as a call moves a mebibyte."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    found: Callable[[int, int, int, int, int, int], int] = function
+    return found
 
 
 def _hint(error: OSError) -> str:

@@ -6,8 +6,9 @@ incarnation, and maps it. A write is a ``memcpy`` by the writer, complete when t
 64-bit words; the tag is stored first and the sequence number last, with release order, and read with acquire order, so
 whoever sees the number sees the bytes on any processor. Numbers only grow, so nothing is ever reset.
 
-Memory that is not ours, such as a parameter, is written with ``process_vm_writev`` where the kernel allows it
-(`transfer_exec.transport.process_memory`); where it does not, registering it is refused by name.
+Memory that is not ours, such as a parameter, is written with ``process_vm_writev`` and read with ``process_vm_readv``
+where the kernel allows it (`transfer_exec.transport.process_memory`); where it does not, registering or connecting is
+refused by name. Reads run on threads of their own, beside whoever polls.
 
 Files are sealed against shrinking, so a peer cannot make a mapping fault. All pages are faulted in when allocated
 and when mapped: first touch is ten times slower than a copy. A peer that closed, was restarted or died is noticed
@@ -21,6 +22,7 @@ import mmap
 import os
 import select
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +30,22 @@ import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.device import Device
-from transfer_exec.errors import TransportError
+from transfer_exec.errors import TransportError, UnreadableError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
-from transfer_exec.transport.process_memory import why_not, why_not_process, write_process
+from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
+from transfer_exec.transport.stretches import Stretches
 
 _HEADER_BYTES = 64
 _FLAG_BYTES = 16
 _FOREIGN = "process"
+_IN_FLIGHT = 1 << 14
+_READERS = 4
+"""Most threads that read; one keeps a quarter of a large socket's memory busy."""
 
 
-class SharedMemoryTransport(CheckedTransport[None]):
+class SharedMemoryTransport(CheckedTransport[Future[None]]):
     """One worker's end of the shared memory transport.
 
     Parameters
@@ -62,8 +68,16 @@ class SharedMemoryTransport(CheckedTransport[None]):
         self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
         self._reached: dict[str, _Reached] = {}
+        # Peers read at the same time, and copiers must not take each other's cores.
+        readers = max(1, min(_READERS, len(os.sched_getaffinity(0)) // 4))
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="transload-reads")
         self.foreign_refused = why_not()
         """Why memory that was not allocated here cannot be registered; empty where it can."""
+
+    def close(self) -> None:
+        """See `Transport.close`; reads that have begun end first, and until then say so to whoever asks."""
+        self._readers.shutdown()
+        super().close()
 
     def _allocate(self, size_bytes: int) -> Memory:
         fd = os.memfd_create(f"transload {self.worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -116,6 +130,8 @@ class SharedMemoryTransport(CheckedTransport[None]):
                 bases[region.name] = tuple(
                     _open(peer.worker, address, region.size_bytes, files).ctypes.data for address in region.addresses
                 )
+        if peer.lent is not None:
+            _check_readable(peer.worker, peer.lent.where, peer.lent.addresses)
         process = _descriptor(peer.worker, int(peer.flags_address.partition("/")[0]))
         reached = _Reached(flags, tuple(files.values()), foreign, process)
         if process is not None:
@@ -137,8 +153,20 @@ class SharedMemoryTransport(CheckedTransport[None]):
         else:
             write_process(pid, rows)
 
-    def _ended(self, posted: None) -> bool:
-        return True
+    def _lend(self, memory: Stretches) -> str:
+        return f"{_FOREIGN}/{self._regions.pid}"
+
+    def _fetch(self, peer: Endpoint, rows: IdArray) -> Future[None]:
+        assert peer.lent is not None
+        try:
+            return self._readers.submit(read_process, int(peer.lent.where.rpartition("/")[2]), rows)
+        except RuntimeError as error:
+            raise TransportError(f"{self.worker}: transport is closed") from error
+
+    def _ended(self, posted: Future[None]) -> bool:
+        if posted.done():
+            posted.result()
+        return posted.done()
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
         address = self._reached[peer.worker].flags.ctypes.data + _HEADER_BYTES + _FLAG_BYTES * channel
@@ -209,6 +237,16 @@ def _foreign(worker: str, address: str) -> tuple[int, tuple[int, ...]]:
     if refused:
         raise TransportError(f"{worker}: its memory cannot be written with process_vm_writev: {refused}")
     return pid, (base,)
+
+
+def _check_readable(worker: str, where: str, addresses: tuple[int, ...]) -> None:
+    """Read a byte of what a peer lends; UnreadableError if that is not allowed."""
+    kind, _, process = where.partition("/")
+    if kind != _FOREIGN or not process.isdigit():
+        raise TransportError(f"{worker}: {where!r} is no process of a shared memory endpoint")
+    refused = why_not_process(int(process), addresses[0]) if addresses else ""
+    if refused:
+        raise UnreadableError(f"{worker}: its memory cannot be read with process_vm_readv: {refused}")
 
 
 def _map(fd: int, size_bytes: int) -> Memory:
