@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from adapters.failures import Failure, RendezvousError, UsageError
+from adapters.failures import Failure, LostWorkerError, RendezvousError, UsageError
 from adapters.greeting import read_greeting, why_not
 from adapters.handler import Handler
 from adapters.messages import (
@@ -78,7 +78,10 @@ class Children:
             self._lose(worker, reason)
 
     def _lose(self, worker: str, reason: str) -> None:
-        del self.hub.speakers[self.hub.children.pop(worker).identity]
+        identity = self.hub.children.pop(worker).identity
+        del self.hub.speakers[identity]
+        # It may be alive, if a greeting of an older attempt has just taken its place; then it must call again.
+        self.hub.send(identity, Refused(Failure(LostWorkerError.__name__, self._worker, reason), final=False))
         self._handler.child_lost(worker, reason)
 
     def _read(self, frames: list[bytes]) -> None:

@@ -176,7 +176,9 @@ class Parent:
                 self._refused = final
                 if final:
                     self._handler.parent_lost(failure, final=True)
-            case Welcome() | Refused():
+            case Refused():
+                self._lose()
+            case Welcome():
                 self.dropped += 1
             case Ping():
                 pass

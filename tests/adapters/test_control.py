@@ -367,6 +367,23 @@ def test_one_connection_speaks_for_one_worker(posts: Posts, tmp_path: Path) -> N
     assert (root.dropped, above.broke) == (2, None)
 
 
+def test_a_greeting_that_comes_late_does_not_leave_its_worker_outside(posts: Posts, tmp_path: Path) -> None:
+    """A frozen parent finds the greetings of several attempts when it wakes, and takes the last it reads."""
+    root, above = posts.root()
+    child, below = posts.child(1)
+    wait_for(lambda: below.parents == 1)
+    record = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
+    with stranger(record) as socket:
+        socket.send(encode(Hello("1", messages.PROTOCOL, member("trainer/1"))))
+        wait_for(lambda: len(above.lost) == 1)
+    wait_for(lambda: below.parents == 2)
+    child.to_parent(AgreeValue(1, 1, 1))
+    wait_for(lambda: above.children == [("trainer/1", AgreeValue(1, 1, 1))])
+    root.to_child("trainer/1", Agreed(1, 1, 1))
+    wait_for(lambda: below.parent == [Agreed(1, 1, 1)])
+    assert (above.broke, below.broke) == (None, None)
+
+
 def test_a_taken_port_is_an_error_that_names_it(posts: Posts, tmp_path: Path) -> None:
     posts.root()
     taken = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0)).address
