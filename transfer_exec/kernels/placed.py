@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
+from transfer_exec.errors import ProgramError
 from transfer_exec.kernels.base import Job, Kernels, RowColumn
 
 
@@ -48,12 +49,12 @@ class PlacedKernels:
     Parameters
     ----------
     host
-        For rows whose tensor is on no device.
+        For rows whose tensor is on no device; None where buffers are out of the processor's reach.
     placed
         The devices.
     """
 
-    def __init__(self, host: Kernels, placed: Sequence[Placed]) -> None:
+    def __init__(self, host: Kernels | None, placed: Sequence[Placed]) -> None:
         self._kernels = (host, *(each.kernels for each in placed))
         spans = np.concatenate([np.empty((0, 2), dtype=np.int64), *(each.spans for each in placed)])
         owner = np.repeat(np.arange(len(placed)) + 1, [len(each.spans) for each in placed])
@@ -63,12 +64,26 @@ class PlacedKernels:
     @property
     def name(self) -> str:
         """Names of all, for reports."""
-        return "+".join(dict.fromkeys(each.name for each in self._kernels))
+        return "+".join(dict.fromkeys(each.name for each in self._kernels if each is not None))
 
     def prepare(self, rows: IdArray, *, packing: bool) -> Job:
-        """See `Kernels.prepare`."""
+        """See `Kernels.prepare`.
+
+        Raises
+        ------
+        ProgramError
+            If rows of the host's memory meet buffers that are out of its reach.
+        """
         owner = self._owner_of(rows[:, RowColumn.SOURCE if packing else RowColumn.TARGET])
-        jobs = [self._kernels[one].prepare(rows[owner == one], packing=packing) for one in np.unique(owner).tolist()]
+        jobs = []
+        for one in np.unique(owner).tolist():
+            kernels = self._kernels[one]
+            if kernels is None:
+                raise ProgramError(
+                    f"{int((owner == 0).sum())} of {len(rows)} rows are of tensors in memory of the host, which cannot "
+                    "meet buffers on a device; use a transport whose buffers are on the host"
+                )
+            jobs.append(kernels.prepare(rows[owner == one], packing=packing))
         return jobs[0] if len(jobs) == 1 else _Jobs(tuple(jobs))
 
     def _owner_of(self, addresses: IdArray) -> IdArray:
