@@ -193,9 +193,7 @@ def bind(
     return np.split(out, np.searchsorted(rounds, np.arange(1, len(table.bounds) - 1)))
 
 
-def _locate(
-    worker: str, tensor: ProgramTensor, given: object, devices: Collection[str], *, writes: bool
-) -> LiveTensor:
+def _locate(worker: str, tensor: ProgramTensor, given: object, devices: Collection[str], *, writes: bool) -> LiveTensor:
     where = f"{tensor.name} on {worker}"
     torch = sys.modules.get("torch")
     if isinstance(given, np.ndarray):
