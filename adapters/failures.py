@@ -135,7 +135,7 @@ def failure_of(error: BaseException, worker: str) -> Failure:
     if isinstance(carried, Failure):
         return carried
     known = type(error).__name__ in _CLASSES
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = str(error) if known else f"{type(error).__name__}: {error}".removesuffix(": ")
     if not known and error.__cause__ is not None:
         text += f" (caused by {type(error.__cause__).__name__}: {error.__cause__})"
     # Discovery fails on all ranks where it fails on one; the others say so, and have no cause of their own.

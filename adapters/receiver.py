@@ -219,10 +219,14 @@ class ReceiverAdapter:
         """
         self._station.check()
         try:
-            txn = self._session.enter_poll(step)
-        except ValueError as error:
-            raise UsageError(f"{self._station.worker}: {error}") from None
-        return None if txn is None else self._serve(txn)
+            txn = self._enter(step)
+            return None if txn is None else self._serve(txn)
+        except UsageError:
+            raise
+        except BaseException as error:
+            # Above all KeyboardInterrupt, wherever it strikes: the others must not wait for this rank.
+            self._session.abandon(error)
+            raise
 
     def before_sleep(self) -> None:
         """Say that the engine is about to release its memory: from now on every update is refused by name."""
@@ -243,6 +247,12 @@ class ReceiverAdapter:
         """Leave: end threads, close sockets, let go of shared memory. May be called again."""
         self._station.close()
         self._duties.close()
+
+    def _enter(self, step: int | None) -> int | None:
+        try:
+            return self._session.enter_poll(step)
+        except ValueError as error:
+            raise UsageError(f"{self._station.worker}: {error}") from None
 
     def _serve(self, txn: int) -> Update | None:
         self._duties.stalled_since = self._session.stopped_at

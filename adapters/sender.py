@@ -26,9 +26,9 @@ from adapters.arguments import JsonValue, check_staging, encode_metadata, engine
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
-from adapters.duty_messages import Transfer
+from adapters.duty_messages import Duty, Transfer
 from adapters.failures import Failure, StaleError, UsageError, failure_of, raise_failure
-from adapters.messages import ConnectIntent, End, SendIntent
+from adapters.messages import ConnectIntent, End, Intent, SendIntent
 from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
@@ -291,8 +291,7 @@ class SenderAdapter:
             raise UsageError("connect needs the name of at least one engine")
         if self._station.conductor is not None:
             self._station.conductor.offer_topology(topology)
-        session = self._station.session
-        end = session.serve(self._duties.perform, after=session.call(intent, b"", None))
+        end = self._call(intent, b"", None)
         assert isinstance(end, End)
         if end.failure is not None:
             raise_failure(end.failure)
@@ -340,9 +339,9 @@ class SenderAdapter:
         intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION), trace is not None)
         data = encode_metadata(metadata)
         failure = self._why_not(ready_event)
-        session, duties = self._station.session, self._duties
-        duties.stalled_since = called_at
-        outcome = session.serve(duties.perform, after=session.call(intent, data, failure), until=Transfer)
+        session = self._station.session
+        self._duties.stalled_since = called_at
+        outcome = self._call(intent, data, failure, until=Transfer)
         if isinstance(outcome, End):
             late = "took no part: it came after the last connect; call connect on every trainer rank"
             raise_failure(outcome.failure or Failure(StaleError.__name__, self._station.worker, late))
@@ -354,6 +353,18 @@ class SenderAdapter:
         """Leave: end threads, close sockets, let go of shared memory. May be called again."""
         self._station.close()
         self._duties.close()
+
+    def _call(
+        self, intent: Intent, metadata: bytes, failure: Failure | None, until: type[Duty] | None = None
+    ) -> End | int:
+        """Make a collective call and do this rank's part; however it is left, the others hear of it."""
+        session = self._station.session
+        try:
+            after = session.call(intent, metadata, failure)
+            return session.serve(self._duties.perform, after=after, until=until)
+        except BaseException as error:
+            session.abandon(error)
+            raise
 
     def _begin(self) -> None:
         """What every collective call does first."""

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from adapters.duty_messages import Duty, Result
 from adapters.failures import Failure, LostWorkerError, failure_of, raise_failure
 from adapters.messages import (
@@ -88,6 +90,9 @@ class Session:
         self._cancelled: Failure | None = None
         self._declined = 0
         self._left_early = 0
+        self._serving = False
+        self._called: Call | None = None
+        self._withdrawn: Failure | None = None
         self.stopped_at = 0.0
 
     # The caller's thread
@@ -129,13 +134,12 @@ class Session:
             stop_at = self.stopped_at + self._deadline_s
             while (standing := self._polls.standing()) is Standing.WAIT:
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
-                    failure = self._leave(
-                        DeadlineError(
-                            f"promised to stop at poll {self._polls.counter} and heard nothing more within "
-                            f"{self._deadline_s:g} s, last of {self._phase}; the engine may go on, nothing was written"
-                        )
+                    late = DeadlineError(
+                        f"promised to stop at poll {self._polls.counter} and heard nothing more within "
+                        f"{self._deadline_s:g} s, last of {self._phase}; the engine may go on, nothing was written"
                     )
-                    raise_failure(failure)
+                    self._leave(late)
+                    raise_failure(failure_of(late, self._worker))
             # It may have ended before this thread woke; `serve` then says how, as to the ranks that were quicker.
             return self._txn if standing is Standing.SERVE or self._txn in self._ends else None
 
@@ -151,7 +155,9 @@ class Session:
             after = self._txn
             self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
             self._notes.clear()
-        self._send_up(Call(self._worker, after, intent, metadata, failure))
+            self._withdrawn = None
+            self._called = Call(self._worker, after, intent, metadata, failure)
+        self._send_up(self._called)
         return after
 
     def serve(
@@ -186,6 +192,7 @@ class Session:
             If neither duty nor end comes.
         """
         try:
+            self._serving = True
             while True:
                 ask = self._next(after)
                 if isinstance(ask, End):
@@ -207,9 +214,24 @@ class Session:
                             self._left_early = ask.txn
                         return ask.txn
         except BaseException as error:
-            with self._changed:
-                self._leave(error)
+            self.abandon(error)
             raise
+        finally:
+            self._serving, self._called = False, None
+
+    def abandon(self, error: BaseException) -> None:
+        """The caller is about to leave its call by an exception: whoever counts on this rank must hear of it at once.
+
+        That is true in every state: a call that has not begun is taken back, a promise too, and a transaction that is
+        open fails. Nothing is said if nothing is open.
+        """
+        with self._changed:
+            called, self._called = self._called, None
+            if called is not None and self._txn <= called.after:
+                self._withdrawn = failure_of(error, self._worker)
+                self._send_up(msgspec.structs.replace(called, failure=self._withdrawn))
+            elif self._serving or self._polls.has_promised:
+                self._leave(error)
 
     def wait_end(self, txn: int, timeout_s: float | None, progress: Progress | None = None) -> End | None:
         """The end of a transaction that `serve` left early; None if it has not come in time, or is long past."""
@@ -292,6 +314,11 @@ class Session:
                 case Committed(txn, ballot, patience_s) if txn == self._txn:
                     self._patience_s = patience_s
                     self._polls.commit(ballot)
+                case Ask(txn=txn) if self._withdrawn is not None and txn > self._txn:
+                    # What this rank had called has begun after all, before the others heard that it does not wait.
+                    self._begin(txn)
+                    self._declined = txn
+                    self._send_up(Answer(txn, LEFT, None, self._withdrawn))
                 case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     self._begin(txn)
                     self._patience_s = message.patience_s
@@ -350,15 +377,13 @@ class Session:
         if self._on_cancel is not None and end.failure is not None:
             self._on_cancel(str(end.failure))
 
-    def _leave(self, error: BaseException) -> Failure:
+    def _leave(self, error: BaseException) -> None:
         """This rank takes no further part in what is open; the others must not wait for it."""
-        failure = failure_of(error, self._worker)
         self._polls.release(self._polls.ballot)
         self._mail.clear()
-        if self._txn not in self._ends:
+        if self._txn not in self._ends and self._txn != self._declined:
             self._declined = self._txn
-            self._send_up(Answer(self._txn, LEFT, None, failure))
-        return failure
+            self._send_up(Answer(self._txn, LEFT, None, failure_of(error, self._worker)))
 
     # Inside
 

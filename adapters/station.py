@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from adapters.conductor import Conductor
@@ -56,6 +59,7 @@ from transfer_exec.errors import DeadlineError
 __all__ = ["Station", "host_identity"]
 
 _LONGEST_DEADLINE_S = 1e6
+_BEFORE_OTHERS = 100
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -147,6 +151,9 @@ class Station:
         self._post.start()
         if self.conductor is not None:
             self.conductor.start()
+        # Also in processes of multiprocessing, which do not run what atexit knows. A process that ends by an exception
+        # waits for nothing.
+        self._at_exit = Finalize(None, _leave_at_exit, (weakref.ref(self),), exitpriority=_BEFORE_OTHERS)
 
     @property
     def dropped(self) -> int:
@@ -181,6 +188,10 @@ class Station:
         if self._post.closed:
             return
         self.session.wait_settled()
+        self._end()
+
+    def _end(self) -> None:
+        self._at_exit.cancel()
         self.session.stop(Failure(ClosedError.__name__, self.worker, "the adapter was closed"))
         if self.conductor is not None:
             self.conductor.close()
@@ -292,6 +303,15 @@ class Station:
 
     def _refusal(self, text: str) -> Failure:
         return failure_of(UsageError(f"{text}; give all ranks of a group one world_size and each its own rank"), "")
+
+
+def _leave_at_exit(made: weakref.ref[Station]) -> None:
+    """Say goodbye for an adapter that nobody closed."""
+    station = made()
+    if station is not None:
+        if getattr(sys, "last_value", None) is None:
+            station.session.wait_settled()
+        station._end()
 
 
 def host_identity() -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import active_count
+from types import FrameType
+
+import psutil
 
 from adapters.receiver import ReceiverAdapter
 from adapters.sender import PendingUpdate, SenderAdapter
@@ -33,10 +37,39 @@ class Job:
     replicas: bool = False
 
 
+class Interrupts:
+    """SIGINT, which strikes inside calls of an adapter only, so that the pipe stays whole."""
+
+    def __init__(self) -> None:
+        self._open = False
+        signal.signal(signal.SIGINT, self._strike)
+
+    def _strike(self, number: int, frame: FrameType | None) -> None:
+        if self._open:
+            self._open = False
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+
+def resources() -> tuple[int, int, tuple[str, ...]]:
+    """Threads and files of this process, and the addresses at which it listens."""
+    me = psutil.Process()
+    listens = sorted(str(one.laddr) for one in me.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+    return active_count(), me.num_fds(), tuple(listens)
+
+
 def main(pipe: Connection, group: str, rank: int, world_size: int) -> None:
     """Serve commands until the pipe closes."""
     compile_kernels()
-    worker = Trainer(rank, world_size) if group == "trainer" else Rollout(group, rank, world_size)
+    interrupts = Interrupts()
+    worker = Trainer(rank, world_size) if group == "trainer" else Rollout(group, rank, world_size, interrupts.allowed)
     pipe.send(("fine", None))
     while True:
         if pipe.poll(_PAUSE_S):
@@ -45,14 +78,28 @@ def main(pipe: Connection, group: str, rank: int, world_size: int) -> None:
             except EOFError:
                 return
             answer: Callable[..., object] = getattr(worker, what)
+            said: tuple[object, ...]
             try:
-                pipe.send(("fine", answer(*arguments)))
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                pipe.send(("error", type(error).__name__, str(error)))
+                with interrupts.allowed():
+                    said = "fine", answer(*arguments)
+            except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the test looks at it
+                said = "error", type(error).__name__, str(error)
+            pipe.send(said)
         worker.between()
 
 
-class Trainer:
+class Worker:
+    """What both kinds do."""
+
+    def resources(self) -> tuple[int, int, tuple[str, ...]]:
+        return resources()
+
+    def exit(self) -> None:
+        """End the process as a program does that forgets to close."""
+        raise SystemExit
+
+
+class Trainer(Worker):
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._holding: Holding
@@ -100,9 +147,12 @@ class Trainer:
         pass
 
 
-class Rollout:
-    def __init__(self, engine: str, rank: int, world_size: int) -> None:
+class Rollout(Worker):
+    def __init__(
+        self, engine: str, rank: int, world_size: int, allowed: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._engine, self._rank, self._world_size = engine, rank, world_size
+        self._allowed = allowed
         self._receiver: ReceiverAdapter | None = None
 
     def join(self, job: Job) -> None:
@@ -167,8 +217,9 @@ class Rollout:
             return
         time.sleep(self._step_s)
         try:
-            update = self._receiver.poll_requests()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+            with self._allowed():
+                update = self._receiver.poll_requests()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the test looks at it
             self._errors.append((type(error).__name__, str(error)))
             return
         if update is not None:
