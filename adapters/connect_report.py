@@ -45,6 +45,8 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Bytes of the checkpoint elements its map names: what a trainer holds, what a rollout needs.
     stages
         Traffic of one update.
+    direct_bytes
+        Of that, what goes straight from parameter to parameter.
     """
 
     worker: str
@@ -57,6 +59,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     empty: tuple[str, ...]
     needed_bytes: int
     stages: tuple[StageBytes, ...]
+    direct_bytes: int = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -98,6 +101,8 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost
         Engines that were left out because they failed, hung or died on the way, and why; a connect that names one
         again takes it in.
+    unreadable
+        Why nothing goes straight from parameter to parameter: some worker is not allowed to read a peer's memory.
     """
 
     engines: tuple[str, ...]
@@ -119,6 +124,7 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: dict[str, float]
     places: dict[str, str] = {}
     lost: dict[str, str] = {}
+    unreadable: str = ""
 
     def worker(self, name: str) -> WorkerSummary:
         """One worker's part; KeyError if it takes none."""
@@ -155,16 +161,19 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"  {one.worker}{place}: {one.parameters} parameters, {one.slice_copies:,} slice copies, "
                 f"{one.copied_elements:,} copied, {one.empty_elements:,} empty, {one.opaque_elements:,} opaque; "
                 f"sends {one.bytes_sent:,} and receives {one.bytes_received:,} bytes"
+                f"{f', {one.direct_bytes:,} of them directly' if one.direct_bytes else ''}"
             )
         lines += [f"  unused by {side}: {_listed(names)}" for side, names in self.unused.items() if names]
         lines += [f"  left out: engine {name}: {why}" for name, why in self.lost.items()]
+        if self.unreadable:
+            lines.append(f"  nothing goes directly: {self.unreadable}")
         if self.kept:
             lines.append(f"  keep their old values: {_listed(self.kept)}")
         lines.append("  " + ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items()))
         return "\n".join(lines)
 
 
-def describe_worker(worker: str, source_map: SourceMap, plan: Plan) -> WorkerSummary:
+def describe_worker(worker: str, source_map: SourceMap, plan: Plan, *, direct_bytes: int = 0) -> WorkerSummary:
     """One worker's part of a report."""
     cover = source_map.coverage()
     entries = {name: source_map[name] for name in source_map.parameters}
@@ -182,6 +191,7 @@ def describe_worker(worker: str, source_map: SourceMap, plan: Plan) -> WorkerSum
             StageBytes(stage.name.lower(), plan.bytes_sent(worker, stage), plan.bytes_received(worker, stage))
             for stage in Stage
         ),
+        direct_bytes=direct_bytes,
     )
 
 

@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import Duty, GiveMap, MapGiven, Probe, Probed, Stay
 from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
-from adapters.fleet import Fleet, compile_bindings
+from adapters.fleet import Fleet
 from adapters.messages import ConnectIntent, Roster
 from adapters.planning import Connection, group_of
 from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete
 from adapters.transports import choose_transport
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
-from transfer_exec.errors import DeadlineError, UnheldError
+from transfer_exec.errors import DeadlineError, UnheldError, UnreadableError
 from transfer_exec.topology import Topology
 
 __all__ = ["connect"]
@@ -59,6 +59,8 @@ def connect(
         probe: dict[str, Say] = {group: (Probe() if group in listed else Stay(),) for group in groups}
         probed = steps.run_without({TRAINERS: (Probe(),), **probe}, lost, decisive=(TRAINERS,))
         digests = {group: _digests(fleet, group, probed) for group in (TRAINERS, *groups) if group in probed}
+        fleet.scattered |= {w: one.scattered for w, one in fleet.by_worker(probed).items() if isinstance(one, Probed)}
+        fleet.unreadable = ""
     with _timed(seconds, "fetch maps"):
         _fetch_maps(fleet, steps, digests, lost)
     while True:
@@ -76,9 +78,12 @@ def connect(
                 _raise_absent(steps, absent, error)
                 raise
         with _timed(seconds, "compile"):
-            bindings = compile_bindings(connection, transport, verify=intent.verify)
-        with _timed(seconds, "bind"):
-            failures = fleet.bind(bindings)
+            bindings = fleet.compile(connection, transport, verify=intent.verify)
+        try:
+            with _timed(seconds, "bind"):
+                failures = fleet.bind(bindings)
+        except UnreadableError:
+            continue  # compile again, for rounds alone
         if not failures:
             break
         left = steps.leave_out(groups, failures, lost)
@@ -180,10 +185,14 @@ def _describe(
         bound_link=plan.bound_link,
         optimum_s=plan.optimum_s,
         planned_s=plan.load_s,
-        workers=tuple(describe_worker(worker, source_map, plan) for worker, source_map in connection.maps.items()),
+        workers=tuple(
+            describe_worker(worker, source_map, plan, direct_bytes=fleet.bindings[worker].direct_bytes)
+            for worker, source_map in connection.maps.items()
+        ),
         seconds=seconds,
         places={worker: place for worker, place in fleet.places.items() if place},
         lost={group.removeprefix("engine/"): str(why) for group, why in lost.items()},
+        unreadable=fleet.unreadable,
     )
 
 

@@ -59,6 +59,7 @@ from adapters.verification import Proof, plan_proof
 from layout_algebra.dtypes import IdArray
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
+from transfer_exec.binding import scattered_names
 from transfer_exec.executor import Executor
 from transfer_exec.kernels.base import Job
 from transfer_exec.kernels.cpu import CpuKernels
@@ -210,7 +211,8 @@ class Duties:
         if worker.receives:
             found = leave_to_loader(found)
         self._probed = found
-        return Probed(found.digest(), time.perf_counter() - start)
+        scattered = sorted(scattered_names(live_memory(worker.parameters)))
+        return Probed(found.digest(), time.perf_counter() - start, tuple(scattered))
 
     def _bind(self, duty: Bind, start: float) -> Bound:
         self.close()
@@ -227,7 +229,7 @@ class Duties:
         self._own_load = None
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
-        self._gets_bytes = worker.receives and program.release is not None
+        self._gets_bytes = worker.receives and program.receives
         self._transport = make_transport(
             duty.transport,
             worker.name,
@@ -237,7 +239,14 @@ class Duties:
         )
         if self._transport.place:
             _log.info("%s: peers reach it at %s, over %s", worker.name, self._transport.place, duty.transport)
-        self._executor = Executor(program, memory, self._transport, deadline_s=worker.deadline_s, kernels=self._kernels)
+        self._executor = Executor(
+            program,
+            memory,
+            self._transport,
+            deadline_s=worker.deadline_s,
+            kernels=self._kernels,
+            before_read=self._kernels.before_run,
+        )
         self._moved = False
         self._warm_up()
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start, self._transport.place)
@@ -337,7 +346,7 @@ class _WatchedKernels:
         return _WatchedJob(self, job) if len(rows) else job
 
     def before_run(self) -> None:
-        """Rows are about to be copied."""
+        """Parameters are about to be written, by a kernel or by reading into them."""
         self.ran = True
 
 

@@ -146,10 +146,19 @@ Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | 
 
 
 class Probed(Tagged, frozen=True):
-    """What a probe found; the map follows on request."""
+    """What a probe found; the map follows on request.
+
+    Attributes
+    ----------
+    map_digest, seconds
+        Of the map, and how long it took.
+    scattered
+        Parameters that are not contiguous in host memory, so that their bytes cannot go straight from one to another.
+    """
 
     map_digest: str
     seconds: Seconds
+    scattered: tuple[str, ...] = ()
 
 
 class MapGiven(Tagged, frozen=True):

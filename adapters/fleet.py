@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from adapters.duty_messages import Attach, Bind, Bound, Result
-from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError
+from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
 from adapters.messages import ConnectIntent, Member, Roster
 from adapters.planning import Connection, group_of, make_connection, topology_of_hosts
 from adapters.steps import TRAINERS, Results, Steps, is_complete
+from adapters.transports import reads_memory
 from adapters.verification import cells_of
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
 from transfer_exec.compiler import Compiler
-from transfer_exec.errors import UnheldError
+from transfer_exec.direct import Near
+from transfer_exec.errors import UnheldError, UnreadableError
 from transfer_exec.topology import Topology
 
 __all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations"]
@@ -50,10 +52,14 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What one worker is told when it is bound, and whom it writes to; kept so that it can be bound again."""
+    """What one worker is told when it is bound, and whom it writes to; kept so that it can be bound again.
+
+    Of its payload, ``direct_bytes`` go straight from parameter to parameter.
+    """
 
     bind: Bind
     peers: tuple[str, ...]
+    direct_bytes: int = 0
 
 
 class Fleet:
@@ -80,6 +86,10 @@ class Fleet:
         Of the connection, by worker.
     places
         Where peers on other machines reach each worker, in words.
+    scattered
+        By worker, parameters that nothing can go straight to or from.
+    unreadable
+        Why nothing goes straight from parameter to parameter: somebody is not allowed to read a peer's memory.
     bound
         Whether every worker is bound to it and able to run.
     """
@@ -95,6 +105,8 @@ class Fleet:
         self.trainers: dict[str, str] = {}
         self.bindings: dict[str, Binding] = {}
         self.places: dict[str, str] = {}
+        self.scattered: dict[str, tuple[str, ...]] = {}
+        self.unreadable = ""
         self.bound = False
         self._routed: set[str] = set()
 
@@ -153,6 +165,13 @@ class Fleet:
             cast=intent.cast,
         )
 
+    def compile(self, connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
+        """Every worker's program, what it must digest, and whom it writes to."""
+        near = None
+        if reads_memory(transport) and not self.unreadable:
+            near = Near(connection.maps, {worker: self.scattered.get(worker, ()) for worker in connection.maps})
+        return compile_bindings(connection, transport, verify=verify, near=near)
+
     def bind(self, bindings: Mapping[str, Binding]) -> dict[str, Failure]:
         """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction.
 
@@ -165,6 +184,9 @@ class Fleet:
         ------
         TransferError
             If a trainer cannot be bound.
+        UnreadableError
+            If a worker is not allowed to read a peer's memory; then ``unreadable`` says so, and what is compiled from
+            then on needs no reading.
         """
         self.bound = False
         self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
@@ -183,6 +205,11 @@ class Fleet:
         self.places = {worker: result.place for worker, result in bound.items() if isinstance(result, Bound)}
         attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
         results, failures = self._steps.run_each({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
+        for failure in failures.values():
+            if failure.kind == UnreadableError.__name__:
+                self.unreadable = str(failure)
+                _log.warning("%s; everything goes in rounds", failure)
+                raise_failure(failure)
         failures |= self._steps.absent(results)
         if failures:
             return self._steps.blame(failures)
@@ -241,7 +268,7 @@ class Fleet:
         if gone:
             _log.warning("%s: gone since connect; the others hold everything and go on", ", ".join(gone))
         transport = next(iter(self.bindings.values())).bind.transport
-        self.bindings = compile_bindings(self.connection, transport, verify=self.intent.verify)
+        self.bindings = self.compile(self.connection, transport, verify=self.intent.verify)
         self._routed = set(groups)
         self.bound = False
 
@@ -269,15 +296,18 @@ class Fleet:
         self.trainers = {worker: there.get(worker, "") for worker in connection.holders}
 
 
-def compile_bindings(connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
+def compile_bindings(
+    connection: Connection, transport: str, *, verify: str, near: Near | None = None
+) -> dict[str, Binding]:
     """Every worker's program, what it must digest, and whom it writes to."""
-    compiler = Compiler(connection.plan)
+    compiler = Compiler(connection.plan, near)
     out = {}
     for worker, source_map in connection.maps.items():
         program = compiler.program(worker, source_map)
         cells = () if verify == "off" else cells_of(connection.correspondence, worker)
         own_load = verify == "full" and worker in connection.needers
-        out[worker] = Binding(Bind(program.to_bytes(), transport, cells, own_load=own_load), program.peers)
+        bind = Bind(program.to_bytes(), transport, cells, own_load=own_load)
+        out[worker] = Binding(bind, program.peers, program.direct_bytes)
     return out
 
 

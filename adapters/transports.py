@@ -24,7 +24,7 @@ from transfer_exec.transport.base import Transport
 from transfer_exec.transport.mooncake import NAMES, MooncakeTransport
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["check_transport", "choose_transport", "data_address", "devices_of", "make_transport"]
+__all__ = ["check_transport", "choose_transport", "data_address", "devices_of", "make_transport", "reads_memory"]
 
 _SHARED_MEMORY = "shared_memory"
 _RDMA = "mooncake-rdma"
@@ -88,6 +88,11 @@ def choose_transport(members: Sequence[Member], wanted: str) -> str:
             "pass transport='mooncake' (TCP) or 'mooncake-rdma' to the adapters of the trainers"
         )
     return chosen
+
+
+def reads_memory(transport: str) -> bool:
+    """Whether a job's workers can read each other's memory, so that bytes can go straight from one to another."""
+    return transport == _SHARED_MEMORY
 
 
 def make_transport(

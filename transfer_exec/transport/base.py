@@ -177,11 +177,6 @@ class Transport(Protocol):
         ...
 
     @property
-    def reads(self) -> bool:
-        """Whether memory can be lent and read."""
-        ...
-
-    @property
     def patience(self) -> Patience:
         """For whoever waits; looking too often takes the processor from those that move bytes."""
         ...

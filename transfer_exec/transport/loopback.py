@@ -241,8 +241,6 @@ class LoopbackNetwork:
 class LoopbackTransport(CheckedTransport[int]):
     """One worker's end of a loopback network; made by `LoopbackNetwork.transport`."""
 
-    reads = True
-
     def __init__(self, network: LoopbackNetwork, worker: str) -> None:
         super().__init__(worker, "loopback", network.limits)
         self.network = network
