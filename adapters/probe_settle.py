@@ -57,7 +57,7 @@ def settle(claims: Sequence[Claims], space: CheckpointSpace) -> ParameterMap:
     for number, (table, mask) in enumerate(zip(tables, masks, strict=True)):
         kept = table
         if mask is not None or lost:
-            few = _distinct_ids(table) < FEWEST_IDS
+            few = distinct_ids(table) < FEWEST_IDS
             kept = CopyTable(table.rows[~few])
             mark_rows(opaque, table.rows[few])
         if mask is not None:
@@ -157,7 +157,7 @@ def _tensors_of(space: CheckpointSpace, starts: IdArray, stops: IdArray) -> tupl
     return first, np.searchsorted(space.starts, stops - 1, side="right") - 1
 
 
-def _distinct_ids(table: CopyTable) -> IdArray:
+def distinct_ids(table: CopyTable) -> IdArray:
     """How many different ids every piece copies, at most."""
     product = np.prod(np.where(table.source_strides == 0, 1, table.extents), axis=1, dtype=np.int64)
     low, high = table.bounds(of="source")

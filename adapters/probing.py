@@ -17,33 +17,26 @@ twice with unstructured numbers (verification), and all parameters get their own
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
+from adapters.probe_checking import Choice, check_copies, verify
+from adapters.probe_codes import AllClaims, CodePasses, threads
 from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
-from adapters.probe_live import LiveTensor, Parameters, live_tensors
-from adapters.probe_readings import OpenReadings, Reading
+from adapters.probe_live import Parameters, live_tensors
+from adapters.probe_naming import verify_by_name
 from adapters.probe_settle import settle
-from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, verification_pair
+from adapters.probe_verify import VERIFY_PERIOD, Range
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
-from adapters.probe_writes import WriteWatch
-from adapters.torch_bits import as_bits
 from adapters.trace_compare import probe_against_trace
 from adapters.tracing import trace
-from layout_algebra.diff2 import Diff2, encode
 from layout_algebra.dtypes import IdArray
-from layout_algebra.errors import LoaderRaisedError, LoaderWroteNothingError, ProbeError
-from layout_algebra.residues import Codebook, Pass, choose_codebook, holds_codes, plan_passes
+from layout_algebra.errors import LoaderWroteNothingError, ProbeError
+from layout_algebra.residues import choose_codebook, plan_passes
 from layout_algebra.runs import RunTable
-from layout_algebra.slice_copy import CopyTable
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -52,11 +45,6 @@ __all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Extractor", "LoadWeights", "Progress",
 Extractor: TypeAlias = Literal["probe", "trace", "both"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
-_MOST_THREADS = 8
-
-AllClaims: TypeAlias = dict[str, list[Claims]]
-"""By first name; one a reading."""
-Choice: TypeAlias = npt.NDArray[np.bool_]
 
 _log = logging.getLogger(__name__)
 
@@ -124,8 +112,9 @@ def probe(
     Notes
     -----
     Costs ``passes + 2`` loads, five for up to 3.5e9 elements, plus about as much again for copying and reading the
-    parameters. Loads are repeated with private copies for a loader that writes into its input or keeps it, and with
-    tamer numbers for one that refuses those of verification.
+    parameters; one load less for a large checkpoint of which the worker holds long pieces only (``probe_naming``).
+    Loads are repeated with private copies for a loader that writes into its input or keeps it, and with tamer numbers
+    for one that refuses those of verification.
     """
     if extractor != "probe":
         return _with_trace(
@@ -138,7 +127,7 @@ def probe(
         )
     codebook = choose_codebook(space)
     passes = plan_passes(codebook, space.total_elements)
-    with ThreadPoolExecutor(_threads(), thread_name_prefix="probe") as executor:
+    with ThreadPoolExecutor(threads(), thread_name_prefix="probe") as executor:
         feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD], executor)
         if feeder.bank_bytes > memory_limit_bytes:
             raise ProbeError(
@@ -147,8 +136,8 @@ def probe(
             )
         worker = ProbedWorker(load_weights, parameters, space, agree, progress, executor, feeder, len(passes) + 2)
         with worker.kept():
-            claims = _read_codes(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
-            values, lost = _verify(worker, claims)
+            codes = CodePasses(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
+            claims, values, lost = _discover(worker, codes)
             found, depends = _settle_all(worker, claims, values, lost)
     settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
     return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
@@ -170,6 +159,19 @@ def _with_trace(
     return probe_against_trace(probed, traced, note)
 
 
+def _discover(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, Range, dict[str, IdArray]]:
+    """Verified claims, the numbers that the loader stood in verification, and elements that were loaded twice."""
+    for number in range(len(codes.passes) - 1):
+        codes.load(number)
+    named = verify_by_name(worker, codes)
+    if named is not None:
+        claims, lost = named
+        return claims, Range.SIGNED, lost
+    codes.load(len(codes.passes) - 1)
+    claims = codes.claims()
+    return claims, *verify(worker, claims)
+
+
 def _settle_all(
     worker: ProbedWorker, claims: AllClaims, values: Range, lost: Mapping[str, IdArray]
 ) -> tuple[dict[str, ParameterMap], dict[str, tuple[str, ...]]]:
@@ -185,7 +187,7 @@ def _settle_all(
         def check(low: Pattern, high: Pattern, choice: Choice, doubtful: Sequence[str] = doubtful) -> None:
             by_name = {one.name: one for one in worker.live}
             chosen = [by_name[name] for name in doubtful]
-            _check_copies(worker, claims, chosen, (low, high), {}, choice)
+            check_copies(worker, claims, chosen, (low, high), choice)
 
         standing = _standing(claims, doubtful)
         depends = find_dependencies(worker, found, values, check)
@@ -211,162 +213,6 @@ def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]
     return found
 
 
-def _read_codes(worker: ProbedWorker, codebook: Codebook, passes: Sequence[Pass], memory_limit_bytes: int) -> AllClaims:
-    """Run the code passes and join what they leave into claims, for each live tensor one a reading."""
-    dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
-    readings = OpenReadings(codebook, worker.space, worker.live)
-    diffs: dict[tuple[str, Reading], list[Diff2]] = {}
-    claims: AllClaims = {}
-    for number, one_pass in enumerate(passes):
-
-        def read(one_pass: Pass = one_pass) -> tuple[dict[tuple[str, Reading], Diff2], AllClaims]:
-            left = memory_limit_bytes - sum(diff.nbytes for listed in diffs.values() for diff in listed)
-            coded = [(one, reading) for one in worker.live for reading in readings.of(one.name)]
-            return _encode_all(worker, coded, one_pass, left), _check_values(worker, readings, claims)
-
-        pattern = Pattern({dtype: as_bits(codebook.table(dtype, one_pass)) for dtype in dtypes})
-        what = f"code pass {number + 1} of {len(passes)}"
-        found, steady = worker.load(_feeding(pattern), what, read)
-        for key, diff in found.items():
-            diffs.setdefault(key, []).append(diff)
-        claims.update(steady)
-        readings.drop_hopeless(diffs)
-    worker.tell("joining passes")
-    codes = Codes(passes, worker.space.total_elements)
-    for one in worker.live:
-        bits, kept = one.bits(), worker.keeper.kept(one.name)
-        for reading in readings.of(one.name):
-            found_claims = claims_of_codes(one, bits, kept, diffs.pop((one.name, reading)), codes, reading)
-            claims.setdefault(one.name, []).append(found_claims)
-    return claims
-
-
-def _feeding(pattern: Pattern) -> Callable[[Feeder], None]:
-    return lambda feeder: feeder.prepare(pattern)
-
-
-def _encode_all(
-    worker: ProbedWorker, coded: Sequence[tuple[LiveTensor, Reading]], one_pass: Pass, limit_bytes: int
-) -> dict[tuple[str, Reading], Diff2]:
-    """Second differences of every tensor that can hold codes, in every way to read them."""
-
-    def encode_one(pair: tuple[LiveTensor, Reading], executor: Executor | None) -> Diff2:
-        one, reading = pair
-        return encode(
-            one.bits(),
-            one.shape,
-            reading.decoding,
-            one_pass,
-            executor=executor,
-            name=one.name,
-            dense_limit_bytes=max(limit_bytes, 0),
-        )
-
-    # Side by side by size, so that no thread waits for another at every tensor; what is too large for that, by chunks.
-    share = sum(one.tensor.nbytes for one, _ in coded) // (4 * _threads())
-    large = [pair for pair in coded if pair[0].tensor.nbytes > share]
-    shared = sorted((pair for pair in coded if pair[0].tensor.nbytes <= share), key=lambda pair: -pair[0].tensor.nbytes)
-    diffs = [encode_one(pair, worker.executor) for pair in large]
-    diffs += worker.executor.map(lambda pair: encode_one(pair, None), shared)
-    return {(one.name, reading): diff for (one, reading), diff in zip([*large, *shared], diffs, strict=True)}
-
-
-def _check_values(worker: ProbedWorker, readings: OpenReadings, claims: AllClaims) -> AllClaims:
-    """Claims of the tensors that cannot hold codes: made after the first load, checked after the others."""
-    made = {}
-    for one in worker.live:
-        if not readings.of(one.name):
-            kept = worker.keeper.kept(one.name)
-            if one.name in claims:
-                claims[one.name][0].check_steady(one.bits(), kept)
-            else:
-                made[one.name] = [claims_of_values(one, one.bits(), kept)]
-    return made
-
-
-def _verify(worker: ProbedWorker, claims: AllClaims) -> tuple[Range, dict[str, IdArray]]:
-    """Run both verification passes, with tamer numbers for a loader that refuses the first ones.
-
-    Returns
-    -------
-    tuple
-        The numbers that it stood, and the elements of every live tensor that it loaded twice. They are watched for only
-        where some checkpoint element is held nowhere: else no load was lost.
-    """
-    dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
-    watch = None if _holds_all(worker.space, claims) else WriteWatch()
-    lost: dict[str, IdArray] = {}
-    for values in Range:
-        try:
-            for letter, pattern in zip("AB", verification_pair(dtypes, values), strict=True):
-                predictions: dict[Reading, Prediction] = {}
-                watching = watch if letter == "A" else None
-
-                def read(
-                    pattern: Pattern = pattern,
-                    predictions: dict[Reading, Prediction] = predictions,
-                    watching: WriteWatch | None = watching,
-                ) -> bool:
-                    _compare(worker, claims, pattern, predictions)
-                    if watching is not None:
-                        lost.update((one.name, watching.lost(one.tensor)) for one in worker.live)
-                    return True
-
-                worker.load(_feeding(pattern), f"verification {letter}", read, watching)
-        except LoaderRaisedError as error:
-            if values is Range.NARROW:
-                raise
-            worker.note(f"{error}; trying again with tamer numbers")
-        else:
-            if values is not Range.SIGNED:
-                worker.note(f"load_weights refused the wider numbers of verification: {values.value}")
-            return values, lost
-    raise AssertionError("unreachable: the last range returns or raises")
-
-
-def _holds_all(space: CheckpointSpace, claims: AllClaims) -> bool:
-    """Whether every checkpoint element seems to be held."""
-    tables = [one.copies for several in claims.values() for one in several]
-    if sum(int(table.elements.sum()) for table in tables) < space.total_elements:
-        return False
-    return RunTable.from_runs(CopyTable.concatenate(tables).source_runs()[0]).elements == space.total_elements
-
-
-def _compare(worker: ProbedWorker, claims: AllClaims, pattern: Pattern, predictions: dict[Reading, Prediction]) -> None:
-    _check_copies(worker, claims, worker.live, (pattern,), predictions)
-    for one in worker.live:
-        bits, kept = one.bits(), worker.keeper.kept(one.name)
-        for mine in claims[one.name]:
-            mine.check_steady(bits, kept)
-
-
-def _check_copies(
-    worker: ProbedWorker,
-    claims: AllClaims,
-    live: Sequence[LiveTensor],
-    patterns: Sequence[Pattern],
-    predictions: dict[Reading, Prediction],
-    choice: Choice | None = None,
-) -> None:
-    """Refute copies that do not hold what they were fed; ``choice`` as ``predict`` takes it."""
-    pending: list[Callable[[], None]] = []
-    for one in live:
-        bits = one.bits()
-        for mine in claims[one.name]:
-            if len(mine.copies) and mine.reading is not None:
-                if mine.reading not in predictions:
-                    predictions[mine.reading] = predict(worker.space, patterns, one.dtype, mine.reading, choice)
-                pending.append(mine.check_copies(bits, predictions[mine.reading], worker.executor))
-                if not one.in_place:
-                    _finish(pending)
-    _finish(pending)
-
-
-def _finish(pending: list[Callable[[], None]]) -> None:
-    while pending:
-        pending.pop(0)()
-
-
 def _check_wrote(found: dict[str, ParameterMap]) -> None:
     """Refuse a loader under which nothing came from the checkpoint, unless there is nothing to fill."""
     elements = sum(entry.elements for entry in found.values())
@@ -376,11 +222,3 @@ def _check_wrote(found: dict[str, ParameterMap]) -> None:
             "checkpoint; expected some. Check that the names it knows are the checkpoint's, and that `parameters` "
             "lists the tensors it writes (a callable, if it replaces them)"
         )
-
-
-def _describe(error: Exception | None) -> str:
-    return "on another rank" if error is None else f"{type(error).__name__}: {error}"
-
-
-def _threads() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

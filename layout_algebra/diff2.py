@@ -53,8 +53,9 @@ class Chunk:
     start, stop
         Flat indices.
     places, values
-        Second differences that are not 0: uint32 offsets from ``start``, ascending, and uint16 values. ``places`` is
-        empty and ``values`` has an entry for every element where a list would have been longer.
+        Second differences that are not 0: uint32 offsets from ``start``, ascending, and values, uint16 in what
+        ``encode`` makes. ``places`` is empty and ``values`` has an entry for every element where a list would have been
+        longer.
     runs
         ``outside()``, where it is short.
     bits
@@ -66,7 +67,7 @@ class Chunk:
     start: int
     stop: int
     places: npt.NDArray[np.uint32]
-    values: npt.NDArray[np.uint16]
+    values: npt.NDArray[np.unsignedinteger]
     runs: IdArray
     bits: npt.NDArray[np.unsignedinteger]
     decoding: Decoding
@@ -87,16 +88,16 @@ class Chunk:
         """Whether ``values`` has an entry for every element."""
         return len(self.places) != len(self.values)
 
-    def residues(self, first: int, stop: int) -> npt.NDArray[np.uint16]:
+    def residues(self, first: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         """Second differences of the elements ``first .. stop - 1``, those that are 0 too."""
         if self.is_dense:
             return self.values[first - self.start : stop - self.start]
-        out = np.zeros(stop - first, dtype=np.uint16)
+        out = np.zeros(stop - first, dtype=self.values.dtype)
         low, high = np.searchsorted(self.places, [first - self.start, stop - self.start])
         out[self.places[low:high].astype(np.int64) + (self.start - first)] = self.values[low:high]
         return out
 
-    def entries(self) -> tuple[IdArray, npt.NDArray[np.uint16]]:
+    def entries(self) -> tuple[IdArray, npt.NDArray[np.unsignedinteger]]:
         """Flat positions in the parameter, ascending, and second differences of ``id mod modulus`` there, none 0."""
         if not self.is_dense:
             return self.places.astype(np.int64) + self.start, self.values
@@ -159,7 +160,7 @@ class Diff2:
         """Bytes held in plain arrays rather than lists: what counts against ``dense_limit_bytes``."""
         return sum(chunk.dense_bytes for chunk in self.chunks)
 
-    def entries(self) -> tuple[IdArray, npt.NDArray[np.uint16]]:
+    def entries(self) -> tuple[IdArray, npt.NDArray[np.unsignedinteger]]:
         """Flat positions, ascending, and second differences of ``id mod modulus`` there, in ``1 .. modulus - 1``."""
         parts = [chunk.entries() for chunk in self.chunks]
         places = np.concatenate([np.empty(0, dtype=np.int64), *(part[0] for part in parts)])

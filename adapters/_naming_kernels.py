@@ -1,0 +1,102 @@
+"""Finding places in a table of random numbers by what stands in memory: a few numbers in a row are like no others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adapters.torch_bits import Bits
+from layout_algebra._jit import kernel
+from layout_algebra.dtypes import IdArray
+
+
+@kernel
+def _goes_on(live: Bits, index: int, way: int, table: Bits, place: int, step: int, first: int, window: int) -> bool:
+    """Whether ``live[index + way * k]`` is ``table[place + step * k]``, from the ``first`` k on, in a circle."""
+    period = len(table)
+    at = (place + step * first) % period
+    for k in range(first, window):
+        if live[index + way * k] != table[at]:
+            return False
+        at += step
+        if at >= period:
+            at -= period
+    return True
+
+
+@kernel
+def _bounds(ranked: Bits, value: int) -> tuple[int, int]:
+    """Where a number stands in a sorted array: first position, and past the last."""
+    low, high = 0, len(ranked)
+    while low < high:
+        middle = (low + high) // 2
+        if ranked[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    first = low
+    while low < len(ranked) and ranked[low] == value:
+        low += 1
+    return first, low
+
+
+@kernel
+def name_elements(
+    live: Bits, width: int, elements: IdArray, table: Bits, order: IdArray, ranked: Bits, window: int, places: IdArray
+) -> None:
+    """Find where in a table some elements come from, by their neighbours in the row.
+
+    Parameters
+    ----------
+    live
+        Flat bits of a matrix with rows of ``width``.
+    elements
+        Flat indices, ascending.
+    table
+        One period of random numbers.
+    order, ranked
+        Its places sorted by number, and the numbers in that order.
+    window
+        How many elements must fit: those from an element on to the right, or else to the left, which stand in the
+        table at even steps.
+    places
+        Result, one an element; those that are not negative are left as they are, those not found stay negative.
+    """
+    period = len(table)
+    last_step = 1
+    for number in range(len(elements)):
+        if places[number] >= 0:
+            continue
+        index = elements[number]
+        column = index % width
+        first, stop = _bounds(ranked, live[index])
+        for attempt in range(4):
+            way = 1 if attempt % 2 == 0 else -1
+            if places[number] >= 0 or (width - column if way == 1 else column + 1) < window:
+                continue
+            if attempt < 2:  # most pieces of a parameter go on in the same steps
+                step = last_step if way == 1 else period - last_step
+                for k in range(first, stop):
+                    if _goes_on(live, index, way, table, order[k], step, 1, window):
+                        places[number] = order[k]
+                        break
+                continue
+            second, end = _bounds(ranked, live[index + way])
+            for k in range(first, stop):
+                for m in range(second, end):
+                    step = (order[m] - order[k]) % period
+                    if _goes_on(live, index, way, table, order[k], step, 2, window):
+                        places[number] = order[k]
+                        last_step = step if way == 1 else (period - step) % period
+                        break
+                if places[number] >= 0:
+                    break
+
+
+@kernel
+def outside_holds(live: Bits, runs: IdArray) -> bool:
+    """Whether every run (start, stop, bits as a signed number) stands in memory as it is."""
+    for row in range(len(runs)):
+        for index in range(runs[row, 0], runs[row, 1]):
+            if np.int64(live[index]) != runs[row, 2]:
+                return False
+    return True

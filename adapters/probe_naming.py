@@ -1,0 +1,214 @@
+"""One load less: verification A names the ids of long pieces as well, in place of the last code pass.
+
+A's numbers are random with a prime period, so a few dozen of them in a row stand in the table at one place only, and
+that place is the id modulo the period. The code passes made so far tell where pieces begin and end; around those places
+the ids are looked up, and become the second differences that one more pass would have left.
+
+Nothing is believed for that. Every element of every named piece is compared with what its id predicts, in A and in B,
+and one disagreement anywhere sends the worker to the last code pass and another verification. Short pieces, constants,
+several readings and irregular content are not named here: one more pass with other numbers says more about them.
+
+>>> table = np.random.default_rng(0).integers(0, 1 << 16, 1009).astype(np.uint16)
+>>> places_in(table[100:140], 40, np.array([0, 39]), [Lookup.of(table)]).tolist()
+[100, 139]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from adapters._naming_kernels import name_elements, outside_holds
+from adapters.probe_checking import compare, verify_watched
+from adapters.probe_codes import AllClaims, CodePasses, feeding
+from adapters.probe_feed import Pattern
+from adapters.probe_live import BACKGROUND, LiveTensor
+from adapters.probe_readings import Reading
+from adapters.probe_settle import distinct_ids
+from adapters.probe_verify import VERIFY_PERIOD, Claims, Range, predict, steady_claims, verification_pair
+from adapters.probe_worker import ProbedWorker
+from adapters.torch_bits import Bits
+from layout_algebra.diff2 import Chunk, Diff2
+from layout_algebra.dtypes import IdArray
+from layout_algebra.errors import LoaderRaisedError
+from layout_algebra.recover import recover
+from layout_algebra.residues import Pass
+from layout_algebra.views import view_of
+
+WORTH_ELEMENTS = 1 << 24
+"""Smaller checkpoints always get all code passes: a load of them costs nothing."""
+FEWEST_IDS = 64
+"""Fewer distinct ids to a piece, or elements to a constant, may agree by chance."""
+WINDOW = 24
+"""Neighbours that name an element: even single bytes hold 160 random bits then."""
+
+_MOST_PLACES = 1 << 16
+
+
+class Lookup(NamedTuple):
+    """A table of random numbers, its places by number, and the numbers in that order."""
+
+    table: Bits
+    order: IdArray
+    ranked: Bits
+
+    @staticmethod
+    def of(table: Bits) -> Lookup:
+        """Sort a table."""
+        order = np.argsort(table, kind="stable")
+        return Lookup(table, order, table[order])
+
+
+def verify_by_name(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, dict[str, IdArray]] | None:
+    """Both verification passes without the last code pass before them.
+
+    Returns
+    -------
+    tuple or None
+        Claims that stood both passes, none refuted, and the elements of every tensor that were loaded twice. None, on
+        all ranks, where some rank's tensors need the last code pass or some claim did not stand.
+    """
+    if worker.space.total_elements < WORTH_ELEMENTS or worker.vote(int(not _suits(worker, codes))):
+        return None
+    worker.expect(-1)
+    wasted = 0
+    try:
+        a, b = verification_pair([spec.dtype for spec in worker.space.specs if spec.elements], Range.SIGNED)
+        named = worker.load(feeding(a), "verification A", partial(_name_and_compare, worker, codes, a))
+        wasted += 1
+        claims = named or {}
+        if not worker.vote(int(named is None or not _stands(claims))):
+            lost = verify_watched(worker, claims, b)
+            wasted += 1
+            if not worker.vote(int(not _stands(claims))):
+                return claims, lost
+        worker.tell("some content is computed or irregular; making the last code pass")
+    except LoaderRaisedError as error:
+        worker.note(f"{error}; making the last code pass first")
+    worker.expect(1 + wasted)
+    return None
+
+
+def _stands(claims: AllClaims) -> bool:
+    """Whether nothing is refuted."""
+    return all(one.opaque_elements() is None for several in claims.values() for one in several)
+
+
+def _suits(worker: ProbedWorker, codes: CodePasses) -> bool:
+    """Whether what the code passes left so far looks like long copies and background only."""
+    for one in worker.live:
+        readings = codes.readings(one)
+        if not readings or not one.tensor.numel():
+            continue
+        if len(readings) > 1 or not one.in_place or not _is_plain(one, codes.diffs(one, readings[0])):
+            return False
+    return True
+
+
+def _is_plain(one: LiveTensor, diffs: Sequence[Diff2]) -> bool:
+    """Whether passes left few places, and outside of codes the background or long constants, the same in each."""
+    if sum(len(chunk.values) for diff in diffs for chunk in diff.chunks) > _MOST_PLACES:
+        return False
+    if any(len(chunk.bits) for diff in diffs for chunk in diff.chunks):
+        return False
+    runs = diffs[0].outside()
+    if not all(np.array_equal(runs, diff.outside()) for diff in diffs[1:]):
+        return False
+    long = runs[:, 1] - runs[:, 0] >= FEWEST_IDS
+    return bool(np.all(long | (runs[:, 2] == BACKGROUND.get(one.dtype, -1))))
+
+
+def _name_and_compare(worker: ProbedWorker, codes: CodePasses, pattern: Pattern) -> AllClaims | None:
+    """After a load of A: claims of every tensor, compared with it; None if some tensor cannot be named."""
+    lookups: dict[Reading, list[Lookup]] = {}
+    claims = dict(codes.steady)
+    for one in worker.live:
+        for reading in codes.readings(one):
+            if reading not in lookups:
+                tables = predict(worker.space, (pattern,), one.dtype, reading).tables
+                lookups[reading] = [Lookup.of(table) for table in tables]
+            kept = worker.keeper.kept(one.name)
+            found = _claims_of_names(one, kept, codes, reading, lookups[reading], worker.space.total_elements)
+            if found is None:
+                return None
+            claims.setdefault(one.name, []).append(found)
+    compare(worker, claims, pattern)
+    return claims
+
+
+def _claims_of_names(
+    one: LiveTensor, kept: Bits, codes: CodePasses, reading: Reading, lookups: Sequence[Lookup], total_elements: int
+) -> Claims | None:
+    """Claims of one tensor while it holds A's numbers, or None."""
+    live = one.bits()
+    diffs = codes.diffs(one, reading)
+    named = differences_of_names(live, one.shape, diffs, lookups)
+    if named is None:
+        return None
+    passes = [*(diff.of_pass for diff in diffs), named.of_pass]
+    recovery = recover([*diffs, named], passes, one.shape, total_elements)
+    copies = recovery.copies
+    outside = diffs[0].outside()
+    covered = int(copies.elements.sum()) + int((outside[:, 1] - outside[:, 0]).sum())
+    if covered != len(live) or len(recovery.constants) or not outside_holds(live, outside):
+        return None
+    if len(copies) and int(distinct_ids(copies).min()) < FEWEST_IDS:
+        return None
+    return steady_claims(live, kept, one.shape, one.dtype, copies=copies, code_bits=reading.code_bits, reading=reading)
+
+
+def differences_of_names(
+    live: Bits, shape: tuple[int, ...], diffs: Sequence[Diff2], lookups: Sequence[Lookup]
+) -> Diff2 | None:
+    """Second differences of ids modulo the tables' period, at the places where code passes have some.
+
+    Parameters
+    ----------
+    live
+        Flat bits of the parameter under verification A.
+    shape, diffs
+        Of the parameter, and what code passes left of it, none of it dense.
+    lookups
+        A's numbers in the parameter's dtype, for every dtype that is fed.
+
+    Returns
+    -------
+    Diff2 or None
+        None if the neighbours of some element do not name it.
+    """
+    _, width = view_of(shape)
+    places = np.unique(np.concatenate([diff.entries()[0] for diff in diffs]))
+    # The second difference at a place along both axes is a sum over the 3 x 3 elements that end there.
+    back = np.array([(row, column) for row in range(3) for column in range(3)])
+    weights = np.prod(np.array([1, -2, 1])[back], axis=1)
+    inside = (places[:, None] // width >= back[:, 0]) & (places[:, None] % width >= back[:, 1])
+    around = places[:, None] - back @ np.array([width, 1])
+    elements = np.unique(around[inside])
+    outside = diffs[0].outside()
+    run = np.searchsorted(outside[:, 0], elements, side="right") - 1
+    empty = (run >= 0) & (elements < np.append(outside[:, 1], 0)[run])
+    names = np.zeros(len(elements), dtype=np.int64)
+    names[~empty] = places_in(live, width, elements[~empty], lookups)
+    if np.any(names < 0):
+        return None
+    number = np.where(inside, np.append(names, 0)[np.searchsorted(elements, around)], 0)
+    period = len(lookups[0].table) if lookups else VERIFY_PERIOD
+    values = (number * weights).sum(axis=1) % period
+    places, values = places[values != 0], values[values != 0]
+    chunks = []
+    for chunk in diffs[0].chunks:
+        first, last = np.searchsorted(places, [chunk.start, chunk.stop])
+        at, value = (places[first:last] - chunk.start).astype(np.uint32), values[first:last].astype(np.uint32)
+        chunks.append(Chunk(chunk.start, chunk.stop, at, value, chunk.runs, chunk.bits, chunk.decoding, period))
+    return Diff2(shape, Pass(period, 1), tuple(chunks))
+
+
+def places_in(live: Bits, width: int, elements: IdArray, lookups: Sequence[Lookup]) -> IdArray:
+    """Where in one of some tables every element stands, told by its neighbours in the row; negative where unknown."""
+    places = np.full(len(elements), -1, dtype=np.int64)
+    for lookup in lookups:
+        name_elements(live, width, elements, *lookup, WINDOW, places)
+    return places
