@@ -93,6 +93,7 @@ class Session:
         self._serving = False
         self._called: Call | None = None
         self._withdrawn: Failure | None = None
+        self._unheard: Failure | None = None
         self.stopped_at = 0.0
 
     # The caller's thread
@@ -156,7 +157,7 @@ class Session:
             self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
             self._notes.clear()
             self._withdrawn = None
-            self._called = Call(self._worker, after, intent, metadata, failure)
+            self._called, self._unheard = Call(self._worker, after, intent, metadata, failure), None
         self._send_up(self._called)
         return after
 
@@ -342,10 +343,12 @@ class Session:
             self._changed.notify_all()
 
     def lead_lost(self, failure: Failure) -> None:
-        """The lead is gone: what is open has failed, and another lead begins to count at one."""
+        """The lead is gone: what is open has failed, as has a call that has not begun; another lead counts from one."""
         with self._changed:
             if self._txn and self._txn not in self._ends:
                 self._finish(End(self._txn, failure))
+            if self._called is not None and self._txn <= self._called.after:
+                self._unheard = failure
             self._polls.forget()
             self._changed.notify_all()
 
@@ -398,8 +401,8 @@ class Session:
                 newest = max(self._ends, default=0)
                 if newest > after:
                     return self._ends[newest]
-                if self._broken is not None:
-                    return End(self._txn, self._broken)
+                if self._broken is not None or self._unheard is not None:
+                    return End(self._txn, self._broken or self._unheard)
                 stop_at = max(began, self._heard_at) + self._patience_s
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
                     raise DeadlineError(

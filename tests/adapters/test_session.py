@@ -357,6 +357,22 @@ def test_a_lead_that_is_gone_ends_what_is_open(trio: Polling) -> None:
     wait_for(lambda: trio.outcomes.get("engine/a/1") == End(5, lost))
 
 
+def test_a_lead_that_is_gone_ends_a_call_that_it_may_not_have_heard() -> None:
+    session = Session("trainer/1", [].append, deadline_s=10.0)
+    lost = Failure("LostWorkerError", "trainer/1", "sender: its connection closed")
+    after = session.call(SendIntent(3), b"", None)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(session.serve, lambda duty: DONE, after=after)
+        wait_for(lambda: session._serving)
+        session.lead_lost(lost)
+        assert ended.result(5.0) == End(after, lost)
+        # Nothing of it is left for the next call, whose transaction begins as ever.
+        after = session.call(SendIntent(3), b"", None)
+        ended = pool.submit(session.serve, lambda duty: DONE, after=after)
+        session.deliver(End(after + 1, None))
+        assert ended.result(5.0) == End(after + 1, None)
+
+
 def test_a_conductor_that_is_gone_ends_what_is_open_torn_if_bytes_were_moving(trio: Polling) -> None:
     group = trio.group
     lost = Failure("LostWorkerError", "engine/a/0", "sender: its connection closed")
