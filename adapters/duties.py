@@ -47,6 +47,7 @@ from adapters.duty_messages import (
 )
 from adapters.failures import HookError, StaleError, VersionError
 from adapters.own_load import OwnLoad
+from adapters.placing import place
 from adapters.probe_live import Parameters
 from adapters.probe_settle import leave_to_loader
 from adapters.probe_worker import run_loader
@@ -61,7 +62,7 @@ from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.binding import scattered_names
 from transfer_exec.executor import Executor
-from transfer_exec.kernels.base import Job
+from transfer_exec.kernels.base import Job, Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
@@ -94,7 +95,7 @@ class Worker:
         Of every single wait of a transfer.
     address
         Says at which address peers reach this machine, if the job's workers are on so many machines.
-    devices
+    cards
         Which RDMA cards it uses, as `transfer_exec.transport.devices` spells it.
     """
 
@@ -107,7 +108,7 @@ class Worker:
     after_update: Hook | None
     deadline_s: float
     address: Callable[[int], str]
-    devices: str = ""
+    cards: str = ""
 
 
 class Duties:
@@ -230,12 +231,16 @@ class Duties:
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
         self._gets_bytes = worker.receives and program.receives
+        mine = {t.name: memory[t.name] for t in program.tensors if not t.staged and t.name in memory}
+        placement = place(worker.name, mine, staged, duty.transport, host=CpuKernels())
+        self._kernels.use(placement.kernels)
         self._transport = make_transport(
             duty.transport,
             worker.name,
             address=lambda: worker.address(duty.machines),
-            devices=worker.devices,
             deadline_s=min(worker.deadline_s, _CONNECT_S),
+            cards=worker.cards,
+            devices=placement.devices,
         )
         if self._transport.place:
             _log.info("%s: peers reach it at %s, over %s", worker.name, self._transport.place, duty.transport)
@@ -245,6 +250,7 @@ class Duties:
             self._transport,
             deadline_s=worker.deadline_s,
             kernels=self._kernels,
+            devices=placement.devices,
             before_read=self._kernels.before_run,
         )
         self._moved = False
@@ -329,11 +335,15 @@ class Duties:
 
 
 class _WatchedKernels:
-    """The CPU's kernels, and whether they have copied anything: into parameters, on a rollout."""
+    """A worker's kernels, and whether they have copied anything: into parameters, on a rollout."""
 
     def __init__(self) -> None:
-        self._kernels = CpuKernels()
+        self._kernels: Kernels = CpuKernels()
         self.ran = False
+
+    def use(self, kernels: Kernels) -> None:
+        """Take others, for other tensors."""
+        self._kernels = kernels
 
     @property
     def name(self) -> str:

@@ -31,7 +31,7 @@ from adapters.probe_live import Parameters
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.station import Station
-from adapters.transports import check_transport, data_address, devices_of
+from adapters.transports import cards_of, check_transport, data_address
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.report import WorkerReport
@@ -96,8 +96,9 @@ class ReceiverAdapter:
         Not available yet.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
-        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own cards after a colon where not all are meant:
-        ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must agree.
+        ``"device_memory"`` (GPUs of one machine), ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own
+        cards after a colon where not all are meant: ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must
+        agree.
     before_update_hook
         Called with the ranks stopped, before any byte is written: drain or pause. May be followed by no update, if
         another worker refuses.
@@ -159,7 +160,7 @@ class ReceiverAdapter:
             after_update_hook,
             deadline_s * _WAIT_SHARE,
             partial(data_address, meeting_place, self._station.meets_as, deadline_s=deadline_s),
-            devices_of(transport),
+            cards_of(transport),
         )
         self._duties = Duties(worker, self._session)
 

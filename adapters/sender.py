@@ -35,7 +35,7 @@ from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.session import Session
 from adapters.station import Station
 from adapters.steps import TRAINERS
-from adapters.transports import check_transport, data_address, devices_of
+from adapters.transports import cards_of, check_transport, data_address
 from adapters.update_report import read_report
 from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
@@ -164,8 +164,9 @@ class SenderAdapter:
         Not available yet.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
-        ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own cards after a colon where not all are meant:
-        ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must agree.
+        ``"device_memory"`` (GPUs of one machine), ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own
+        cards after a colon where not all are meant: ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must
+        agree.
     verify
         ``"digest"`` compares digests of what was sent and what landed in every update; ``"full"`` does that, and lets
         every rollout compare what landed with its own ``load_weights``' work, bit by bit; ``"off"`` does neither.
@@ -226,7 +227,7 @@ class SenderAdapter:
             None,
             deadline_s * _WAIT_SHARE,
             partial(data_address, meeting_place, self._station.meets_as, deadline_s=deadline_s),
-            devices_of(transport),
+            cards_of(transport),
         )
         self._duties = Duties(worker, self._station.session)
 

@@ -2,11 +2,12 @@
 
 Users name one, or leave it to ``"auto"``. That is shared memory where all workers share a machine; between machines
 nothing is chosen silently, since a slow path that works is noticed too late. A worker may add which of its cards
-RDMA uses, in the spelling of `transfer_exec.transport.devices`; that concerns nobody else.
+RDMA uses, in the spelling of `transfer_exec.transport.devices`; that concerns nobody else. Between the GPUs of one
+machine there is ``"device_memory"``.
 
 >>> check_transport("mooncake")
 'mooncake'
->>> check_transport("mooncake-rdma:^mlx5_0"), devices_of("mooncake-rdma:^mlx5_0")
+>>> check_transport("mooncake-rdma:^mlx5_0"), cards_of("mooncake-rdma:^mlx5_0")
 ('mooncake-rdma', '^mlx5_0')
 """
 
@@ -17,18 +18,22 @@ from collections.abc import Callable, Sequence
 
 from adapters.failures import RendezvousError, UsageError
 from adapters.messages import Member
+from adapters.placing import DEVICE_MEMORY
 from adapters.rendezvous import SENDER, Record, Rendezvous, address_towards
+from transfer_exec.device import Device
 from transfer_exec.host_reading import read_addresses, ways_out
 from transfer_exec.transport.addresses import choose_address
 from transfer_exec.transport.base import Transport
+from transfer_exec.transport.device_memory import DeviceMemoryTransport
 from transfer_exec.transport.mooncake import NAMES, MooncakeTransport
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["check_transport", "choose_transport", "data_address", "devices_of", "make_transport", "reads_memory"]
+__all__ = ["cards_of", "check_transport", "choose_transport", "data_address", "make_transport", "reads_memory"]
 
 _SHARED_MEMORY = "shared_memory"
 _RDMA = "mooncake-rdma"
-_KNOWN = (_SHARED_MEMORY, *NAMES)
+_KNOWN = (_SHARED_MEMORY, DEVICE_MEMORY, *NAMES)
+_INSIDE = (_SHARED_MEMORY, DEVICE_MEMORY)
 
 
 def check_transport(transport: str) -> str:
@@ -42,15 +47,15 @@ def check_transport(transport: str) -> str:
     name, colon, _ = transport.partition(":")
     if name not in ("auto", *_KNOWN):
         raise UsageError(
-            f"transport {transport!r} is not available; pass 'auto', 'shared_memory' (one machine), 'mooncake' (TCP) "
-            "or 'mooncake-rdma'"
+            f"transport {transport!r} is not available; pass 'auto', 'shared_memory' (one machine), "
+            "'device_memory' (GPUs of one machine), 'mooncake' (TCP) or 'mooncake-rdma'"
         )
     if colon and name != _RDMA:
         raise UsageError(f"transport {transport!r}: {name} uses no RDMA cards; only {_RDMA!r} takes some after a colon")
     return name
 
 
-def devices_of(transport: str) -> str:
+def cards_of(transport: str) -> str:
     """Which cards a worker's spelling of a transport means; empty for all."""
     return transport.partition(":")[2]
 
@@ -68,8 +73,8 @@ def choose_transport(members: Sequence[Member], wanted: str) -> str:
     Raises
     ------
     UsageError
-        If workers ask for different ones, shared memory would have to cross machines, or nobody names a transport
-        and the workers are on several machines.
+        If workers ask for different ones, a transport of one machine would have to cross to another, or nobody names
+        one and the workers are on several machines.
     """
     chosen = wanted
     for member in members:
@@ -81,8 +86,8 @@ def choose_transport(members: Sequence[Member], wanted: str) -> str:
     elsewhere = next((member for member in members if member.host != members[0].host), None)
     if elsewhere is None:
         return _SHARED_MEMORY if chosen == "auto" else chosen
-    if chosen in ("auto", _SHARED_MEMORY):
-        inside = "shared_memory stays inside one machine" if chosen == _SHARED_MEMORY else "none is chosen silently"
+    if chosen in ("auto", *_INSIDE):
+        inside = f"{chosen} stays inside one machine" if chosen in _INSIDE else "none is chosen silently"
         raise UsageError(
             f"{members[0].worker} runs on {members[0].host}, {elsewhere.worker} on {elsewhere.host}, and {inside}; "
             "pass transport='mooncake' (TCP) or 'mooncake-rdma' to the adapters of the trainers"
@@ -96,7 +101,13 @@ def reads_memory(transport: str) -> bool:
 
 
 def make_transport(
-    name: str, worker: str, *, address: Callable[[], str], deadline_s: float, devices: str = ""
+    name: str,
+    worker: str,
+    *,
+    address: Callable[[], str],
+    deadline_s: float,
+    cards: str = "",
+    devices: Sequence[Device] = (),
 ) -> Transport:
     """Make one end of a transport.
 
@@ -108,8 +119,10 @@ def make_transport(
         Says at which address peers reach this machine; called only if they need one.
     deadline_s
         Of connecting to one peer.
-    devices
+    cards
         Which RDMA cards, where it uses some.
+    devices
+        Of the worker's tensors.
 
     Raises
     ------
@@ -118,10 +131,15 @@ def make_transport(
     TransportError
         If it does not run here.
     """
+    pinning = devices[0] if devices else None
     if name == _SHARED_MEMORY:
-        return SharedMemoryTransport(worker)
+        return SharedMemoryTransport(worker, device=pinning)
+    if name == DEVICE_MEMORY:
+        return DeviceMemoryTransport(worker, devices)
     if name in NAMES:
-        return MooncakeTransport(worker, address(), protocol=NAMES[name], devices=devices, deadline_s=deadline_s)
+        return MooncakeTransport(
+            worker, address(), protocol=NAMES[name], devices=cards, deadline_s=deadline_s, device=pinning
+        )
     raise UsageError(f"{worker}: transport {name!r} is not available; expected one of {', '.join(_KNOWN)}")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import ctypes
 import os
-from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -208,12 +207,6 @@ def byte_rows(rows: IdArray) -> IdArray:
     out[:, [RowColumn.SOURCE, RowColumn.TARGET, RowColumn.LENGTH]] = rows
     out[:, [RowColumn.SOURCE_STRIDE, RowColumn.TARGET_STRIDE, RowColumn.COUNT]] = 1
     return out
-
-
-def spans_of(tensors: Iterable[torch.Tensor]) -> IdArray:
-    """Addresses of some tensors' storage, half-open and disjoint: int64, shape ``(n, 2)``."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return np.array([[at, at + size] for at, size in sorted(storages.items()) if size], dtype=np.int64).reshape(-1, 2)
 
 
 def _array_at(address: int, size_bytes: int) -> Memory:

@@ -11,9 +11,10 @@ from adapters.failures import UsageError
 from adapters.job_key import new_key
 from adapters.messages import Member
 from adapters.rendezvous import SENDER, Addresses, Record, SharedFolder
-from adapters.transports import check_transport, choose_transport, data_address, devices_of, make_transport
+from adapters.transports import cards_of, check_transport, choose_transport, data_address, make_transport
 from tests.adapters.crew import Crew
 from tests.adapters.toy import rollout, same_bits, trainer
+from tests.transfer_exec.fake_device import FakeDevice, FakeDriver
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.addresses import LocalAddress
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
@@ -33,6 +34,7 @@ def members(*asked: str, hosts: str = "") -> list[Member]:
         (("mooncake", "mooncake"), "mooncake", "xx", "mooncake"),
         (("mooncake", "auto"), "mooncake", "xy", "mooncake"),
         (("auto", "mooncake-rdma"), "auto", "xy", "mooncake-rdma"),
+        (("auto", "device_memory"), "auto", "xx", "device_memory"),
     ],
 )
 def test_names_agree(asked: tuple[str, ...], wanted: str, hosts: str, chosen: str) -> None:
@@ -46,6 +48,7 @@ def test_names_agree(asked: tuple[str, ...], wanted: str, hosts: str, chosen: st
         (("mooncake", "shared_memory"), "auto", "xx", "w/1 asks for transport shared_memory"),
         (("auto", "auto"), "auto", "xy", r"w/0 runs on x, w/1 on y, and none is chosen silently; pass .*'mooncake'"),
         (("auto", "auto"), "shared_memory", "xy", "w/1 on y, and shared_memory stays inside one machine"),
+        (("auto", "auto"), "device_memory", "xy", "w/1 on y, and device_memory stays inside one machine"),
     ],
 )
 def test_disagreement_and_silence_are_refused(asked: tuple[str, ...], wanted: str, hosts: str, match: str) -> None:
@@ -56,8 +59,8 @@ def test_disagreement_and_silence_are_refused(asked: tuple[str, ...], wanted: st
 def test_names_are_checked() -> None:
     assert check_transport("mooncake-rdma") == "mooncake-rdma"
     assert check_transport("mooncake-rdma:=mlx5_1,mlx5_2") == "mooncake-rdma"
-    assert devices_of("mooncake-rdma:=mlx5_1,mlx5_2") == "=mlx5_1,mlx5_2"
-    assert devices_of("mooncake-rdma") == ""
+    assert cards_of("mooncake-rdma:=mlx5_1,mlx5_2") == "=mlx5_1,mlx5_2"
+    assert cards_of("mooncake-rdma") == ""
     for without in ("mooncake:mlx5_0", "auto:"):
         with pytest.raises(UsageError, match="uses no RDMA cards; only 'mooncake-rdma' takes some"):
             check_transport(without)
@@ -66,6 +69,10 @@ def test_names_are_checked() -> None:
     with pytest.raises(UsageError, match="w: transport 'pigeon' is not available; expected one of shared_memory"):
         make_transport("pigeon", "w", address=str, deadline_s=1.0)
     assert isinstance(make_transport("shared_memory", "w", address=str, deadline_s=1.0), SharedMemoryTransport)
+    with pytest.raises(TransportError, match="w: device_memory needs a device, and no tensor is on one"):
+        make_transport("device_memory", "w", address=str, deadline_s=1.0)
+    there = make_transport("device_memory", "w", address=str, deadline_s=1.0, devices=[FakeDevice(FakeDriver())])
+    assert there.name == "device_memory"
 
 
 def test_the_data_address_is_that_of_the_interface_towards_the_sender(tmp_path: Path) -> None:
