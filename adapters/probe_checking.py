@@ -70,6 +70,11 @@ def verify_watched(worker: ProbedWorker, claims: AllClaims, pattern: Pattern) ->
 def compare(worker: ProbedWorker, claims: AllClaims, pattern: Pattern) -> None:
     """Refute what does not hold after a load of some pattern."""
     check_copies(worker, claims, worker.live, (pattern,))
+    check_steady(worker, claims)
+
+
+def check_steady(worker: ProbedWorker, claims: AllClaims) -> None:
+    """Refute constants that changed."""
     for one in worker.live:
         bits, kept = one.bits(), worker.keeper.kept(one.name)
         for mine in claims[one.name]:
@@ -94,11 +99,12 @@ def check_copies(
                     predictions[mine.reading] = predict(worker.space, patterns, one.dtype, mine.reading, choice)
                 pending.append(mine.check_copies(bits, predictions[mine.reading], worker.executor))
                 if not one.in_place:
-                    _finish(pending)
-    _finish(pending)
+                    finish(pending)
+    finish(pending)
 
 
-def _finish(pending: list[Callable[[], None]]) -> None:
+def finish(pending: list[Callable[[], None]]) -> None:
+    """Wait for what ``Claims.check_copies`` began."""
     while pending:
         pending.pop(0)()
 

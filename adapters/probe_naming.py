@@ -15,20 +15,20 @@ several readings and irregular content are not named here: one more pass with ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from adapters._naming_kernels import name_elements, outside_holds
-from adapters.probe_checking import compare, verify_watched
+from adapters.probe_checking import check_steady, finish, verify_watched
 from adapters.probe_codes import AllClaims, CodePasses, feeding
 from adapters.probe_feed import Pattern
 from adapters.probe_live import BACKGROUND, LiveTensor
 from adapters.probe_readings import Reading
 from adapters.probe_settle import distinct_ids
-from adapters.probe_verify import VERIFY_PERIOD, Claims, Range, predict, steady_claims, verification_pair
+from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, steady_claims, verification_pair
 from adapters.probe_worker import ProbedWorker
 from adapters.torch_bits import Bits
 from layout_algebra.diff2 import Chunk, Diff2
@@ -123,19 +123,26 @@ def _is_plain(one: LiveTensor, diffs: Sequence[Diff2]) -> bool:
 
 def _name_and_compare(worker: ProbedWorker, codes: CodePasses, pattern: Pattern) -> AllClaims | None:
     """After a load of A: claims of every tensor, compared with it; None if some tensor cannot be named."""
-    lookups: dict[Reading, list[Lookup]] = {}
+    known: dict[Reading, tuple[Prediction, list[Lookup]]] = {}
     claims = dict(codes.steady)
-    for one in worker.live:
-        for reading in codes.readings(one):
-            if reading not in lookups:
-                tables = predict(worker.space, (pattern,), one.dtype, reading).tables
-                lookups[reading] = [Lookup.of(table) for table in tables]
-            kept = worker.keeper.kept(one.name)
-            found = _claims_of_names(one, kept, codes, reading, lookups[reading], worker.space.total_elements)
-            if found is None:
-                return None
-            claims.setdefault(one.name, []).append(found)
-    compare(worker, claims, pattern)
+    pending: list[Callable[[], None]] = []
+    try:
+        # The largest first: they are compared on the executor's threads while others are named here.
+        for one in sorted(worker.live, key=lambda one: -one.tensor.nbytes):
+            live, kept = one.bits(), worker.keeper.kept(one.name)
+            for reading in codes.readings(one):
+                if reading not in known:
+                    prediction = predict(worker.space, (pattern,), one.dtype, reading)
+                    known[reading] = prediction, [Lookup.of(table) for table in prediction.tables]
+                prediction, lookups = known[reading]
+                found = _claims_of_names(one, kept, codes, reading, lookups, worker.space.total_elements)
+                if found is None:
+                    return None
+                claims[one.name] = [found]
+                pending.append(found.check_copies(live, prediction, worker.executor))
+    finally:
+        finish(pending)
+    check_steady(worker, claims)
     return claims
 
 
