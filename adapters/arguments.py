@@ -9,7 +9,7 @@ import msgspec
 
 from adapters.failures import UsageError
 
-__all__ = ["JsonValue", "check_staging", "decode_metadata", "encode_metadata", "engine_name"]
+__all__ = ["JsonValue", "decode_metadata", "encode_metadata", "engine_name"]
 
 JsonValue: TypeAlias = "bool | int | float | str | bytes | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 """What metadata may consist of; tuples arrive as lists."""
@@ -29,14 +29,6 @@ def engine_name(given: str | int) -> str:
     if not name or "/" in name:
         raise UsageError(f"engine name {given!r}: expected a short name without slashes, such as 'a' or '0'")
     return name
-
-
-def check_staging(staging: bool) -> None:
-    """Refuse staging, which this version does not have."""
-    if staging:
-        raise UsageError(
-            "staging=True is not available yet; pass staging=False, which updates fully synchronously and in place"
-        )
 
 
 def encode_metadata(metadata: JsonValue) -> bytes:

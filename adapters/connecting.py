@@ -17,9 +17,10 @@ from contextlib import contextmanager
 
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import Duty, GiveMap, MapGiven, Probe, Probed, Stay
-from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
+from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, UsageError, raise_failure
 from adapters.fleet import Fleet
 from adapters.messages import ConnectIntent, Roster
+from adapters.paths import Answers
 from adapters.planning import Connection, group_of
 from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete
 from adapters.transports import choose_transport
@@ -61,6 +62,7 @@ def connect(
         digests = {group: _digests(fleet, group, probed) for group in (TRAINERS, *groups) if group in probed}
         fleet.scattered |= {w: one.scattered for w, one in fleet.by_worker(probed).items() if isinstance(one, Probed)}
         fleet.unreadable = ""
+        staging = {group: _staging(fleet, group, probed[group]) for group in groups if group in probed}
     with _timed(seconds, "fetch maps"):
         _fetch_maps(fleet, steps, digests, lost)
     while True:
@@ -88,7 +90,8 @@ def connect(
             break
         left = steps.leave_out(groups, failures, lost)
         digests = {group: digests[group] for group in (TRAINERS, *left)}
-    fleet.connected(intent, topology, connection, {group: tuple(each.values()) for group, each in digests.items()})
+    found = {group: tuple(each.values()) for group, each in digests.items()}
+    fleet.connected(intent, topology, connection, found, staging)
     for group in groups:
         steps.end(group, None)
     layouts = len({one for each in digests.values() for one in each.values()})
@@ -204,6 +207,20 @@ def _digests(fleet: Fleet, group: str, results: Results) -> dict[str, str]:
         if isinstance(one, Probed)
     }
     return probed or dict(zip(fleet.ranks(group), fleet.engines[group].digests, strict=True))
+
+
+def _staging(fleet: Fleet, group: str, answers: Answers) -> bool:
+    """Whether an engine stages; of one that was not probed again, as known."""
+    probed = [answer for answer in answers if isinstance(answer, Probed)]
+    if not probed:
+        return fleet.engines[group].staging
+    stage = [str(rank) for rank, answer in enumerate(probed) if answer.staging]
+    if 0 < len(stage) < len(probed):
+        raise UsageError(
+            f"{group}: ranks {', '.join(stage)} have staging=True, the others of {len(probed)} have not; give all "
+            "ranks of an engine the same"
+        )
+    return bool(stage)
 
 
 def _missing_ranks(group: str, roster: Roster | None) -> str:

@@ -8,14 +8,19 @@ asks for them:
 
     connect   Probe -> Probed, GiveMap -> MapGiven, Bind -> Bound, Attach -> Done
     update    Prepare -> Prepared, Transfer -> Transferred, Install -> Installed, Publish -> Published
+
+A worker that stages (`adapters.host_staging`) has its executor bound to copies in host memory. A trainer fills them
+first (Stage), and a thread of its own does everything after that. On a rollout such a thread does everything up to the
+transfer, and the copies are installed when the ranks have stopped (Ready, Install).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -40,12 +45,15 @@ from adapters.duty_messages import (
     Probed,
     Publish,
     Published,
+    Ready,
     Result,
+    Stage,
     Stay,
     Transfer,
     Transferred,
 )
 from adapters.failures import HookError, StaleError, VersionError
+from adapters.host_staging import HostCopies
 from adapters.own_load import OwnLoad
 from adapters.placing import place
 from adapters.probe_live import Parameters
@@ -89,6 +97,8 @@ class Worker:
         As for ``probe``.
     receives
         Whether it is a rollout.
+    staging
+        Whether its bytes pass through copies in host memory.
     before_update, after_update
         A rollout's hooks.
     deadline_s
@@ -104,6 +114,7 @@ class Worker:
     parameters: Parameters
     space: CheckpointSpace
     receives: bool
+    staging: bool
     before_update: Hook | None
     after_update: Hook | None
     deadline_s: float
@@ -129,6 +140,7 @@ class Duties:
         self._session = session
         self._probed: SourceMap | None = None
         self._map: SourceMap | None = None
+        self._shown: SourceMap | None = None
         self._storage: Storage | None = None
         self._proof: Proof | None = None
         self._own_load: OwnLoad | None = None
@@ -137,6 +149,10 @@ class Duties:
         self._gets_bytes = False
         self._kernels = _WatchedKernels()
         self._moved = False
+        self._one_at_a_time = threading.Lock()
+        self._copies: HostCopies | None = None
+        self._copies_of: SourceMap | None = None
+        self._staged_in: tuple[float, float] | None = None
         self.stalled_since = 0.0
         self.version: int | None = None
         self.metadata = b""
@@ -150,10 +166,14 @@ class Duties:
     @property
     def source_map(self) -> SourceMap | None:
         """What the worker was found to hold by the connect that it is bound to."""
-        return self._map
+        return self._shown
 
     def perform(self, duty: Duty) -> Result:
-        """Do one duty."""
+        """Do one duty; of two threads that want to, one waits."""
+        with self._one_at_a_time:
+            return self._perform(duty)
+
+    def _perform(self, duty: Duty) -> Result:
         start = time.perf_counter()
         match duty:
             case Probe():
@@ -167,10 +187,16 @@ class Duties:
             case Attach(endpoints):
                 self._bound().connect({name: Endpoint.from_bytes(data) for name, data in endpoints.items()})
                 return Done(time.perf_counter() - start)
+            case Stage():
+                self._stage()
+                return Done(time.perf_counter() - start)
             case Prepare():
                 return self._prepare(duty)
             case Transfer(version, trace):
                 return self._transfer(version, trace=trace)
+            case Ready():
+                self._ready()
+                return Done(time.perf_counter() - start)
             case Install():
                 return self._install()
             case Assess():
@@ -196,7 +222,11 @@ class Duties:
         self._moved = True
 
     def close(self) -> None:
-        """Let go of all memory that peers could write."""
+        """Let go of all memory that peers could write, and of host copies."""
+        self._let_go()
+        self._copies = None
+
+    def _let_go(self) -> None:
         executor, self._executor = self._executor, None
         transport, self._transport = self._transport, None
         if executor is not None:
@@ -213,18 +243,24 @@ class Duties:
             found = leave_to_loader(found)
         self._probed = found
         scattered = sorted(scattered_names(live_memory(worker.parameters)))
-        return Probed(found.digest(), time.perf_counter() - start, tuple(scattered))
+        return Probed(found.digest(), time.perf_counter() - start, worker.staging, tuple(scattered))
 
     def _bind(self, duty: Bind, start: float) -> Bound:
-        self.close()
-        worker, source_map = self._worker, self._found()
+        self._let_go()
+        worker = self._worker
         program = Program.from_bytes(duty.program)
         if program.worker != worker.name:
             raise StaleError(f"{worker.name}: got the program of {program.worker}; call connect again")
-        memory = live_memory(worker.parameters)
-        takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
-        self._map = source_map
-        self._storage = Storage.of(memory).only(sorted(takes_part))
+        self._map = source_map = self._map_of(program, duty)
+        self._shown = self._found()
+        memory: Mapping[str, torch.Tensor]
+        if worker.staging:
+            memory = self._host_copies(source_map).tensors
+        else:
+            memory = live_memory(worker.parameters)
+            takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
+            self._storage = Storage.of(memory).only(sorted(takes_part))
+            self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
         self._proof = plan_proof(source_map, duty.cells, staged=staged)
         self._own_load = None
@@ -244,18 +280,47 @@ class Duties:
         )
         if self._transport.place:
             _log.info("%s: peers reach it at %s, over %s", worker.name, self._transport.place, duty.transport)
+        beside = worker.staging  # what is written then are no parameters
         self._executor = Executor(
             program,
             memory,
             self._transport,
             deadline_s=worker.deadline_s,
-            kernels=self._kernels,
+            kernels=CpuKernels() if beside else self._kernels,
             devices=placement.devices,
-            before_read=self._kernels.before_run,
+            before_read=(lambda: None) if beside else self._kernels.before_run,
         )
-        self._moved = False
         self._warm_up()
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start, self._transport.place)
+
+    def _map_of(self, program: Program, duty: Bind) -> SourceMap:
+        """The map that the program was compiled with: that of the connect at hand, of a newer one, or the one given."""
+        for known in (self._map, self._probed):
+            if known is not None and known.digest() == program.map_digest:
+                return known
+        return SourceMap.from_bytes(duty.source_map) if duty.source_map else self._found()
+
+    def _host_copies(self, source_map: SourceMap) -> HostCopies:
+        """The copies for a map: those at hand, unless it is another map or the worker was probed anew.
+
+        Only then live tensors are looked at, so that a worker may be bound again while its caller goes on.
+        """
+        worker, copies = self._worker, self._copies
+        if copies is None or self._copies_of is not self._probed or copies.source_map.digest() != source_map.digest():
+            self._copies = None
+            live = live_memory(worker.parameters)
+            self._storage = Storage.of(live).only(_taking_part(source_map))
+            copies = HostCopies(
+                worker.name,
+                live,
+                source_map,
+                outwards=worker.receives,
+                threads=torch.get_num_threads(),
+                arena=None if copies is None else copies.arena,
+            )
+            self._copies, self._copies_of = copies, self._probed
+            self._moved, self._staged_in = False, None
+        return copies
 
     def _warm_up(self) -> None:
         """Compile, or read from disk, what an update runs, so that the first one stalls nobody for it."""
@@ -263,17 +328,31 @@ class Duties:
 
     # Update
 
+    def _stage(self) -> None:
+        """Copy the weights into host memory; from here on the caller's tensors are not looked at."""
+        copies = self._known_copies()
+        copies.copy(live_memory(self._worker.parameters))
+        self._copies_of = self._probed  # of a connect that failed, whose finds are not used
+        self._staged_in = (self.stalled_since, time.monotonic())
+
     def _prepare(self, duty: Prepare) -> Prepared:
         worker = self._worker
-        self._bound()
-        if not self._moved:
-            self.check_storage()
         if not worker.receives:
+            self._bound()
+            if not worker.staging:
+                self.check_storage()
+            elif self._staged_in is None:
+                raise StaleError(f"{worker.name}: bound to another layout since its weights were staged; send again")
             start = time.monotonic()
             return Prepared(self._digests(), False, time.monotonic() - start, start)
         if self.version is not None and duty.version <= self.version:
             raise VersionError(f"version {duty.version} is not newer than {self.version}, which {worker.name} has")
         self.metadata = duty.metadata
+        if worker.staging:
+            return Prepared({}, False, 0.0)
+        self._bound()
+        if not self._moved:
+            self.check_storage()
         if self._gets_bytes:
             _run_hook(worker.before_update, "before_update_hook")
         return Prepared({}, self._moved, 0.0)
@@ -285,15 +364,34 @@ class Duties:
             report = executor.run(version, trace=trace)
         finally:
             self._session.on_cancel(None)
+        if self._copies is not None:
+            report = replace(report, host_bytes=self._copies.bytes)
         self.report = report
         start = time.perf_counter()
         digests = self._digests() if self._worker.receives else {}
         verify_s = time.perf_counter() - start
-        stall = None if self._worker.receives else (self.stalled_since, time.monotonic())
+        stall = None
+        if not self._worker.receives:
+            stall = self._staged_in or (self.stalled_since, time.monotonic())
         return Transferred(msgspec.msgpack.encode(report), digests, verify_s, stall)
+
+    def _ready(self) -> None:
+        worker = self._worker
+        if self._moved:
+            live = live_memory(worker.parameters)
+            self._known_copies().attach(live)
+            self._storage = Storage.of(live).only(_taking_part(self._known_map()))
+            self._moved = False
+        else:
+            self.check_storage()
+        if self._gets_bytes:
+            _run_hook(worker.before_update, "before_update_hook")
 
     def _install(self) -> Installed:
         worker, source_map = self._worker, self._known_map()
+        if self._copies is not None and self._gets_bytes:
+            self._kernels.before_run()
+            self._copies.copy(live_memory(worker.parameters))
         if source_map.opaque:
             staged = self._bound().staged
             pairs = [(name, _tensor(source_map.space, name, staged[name])) for name in source_map.staged_tensors()]
@@ -314,7 +412,8 @@ class Duties:
     def _digests(self) -> dict[int, int]:
         if self._proof is None or not self._proof.numbers:
             return {}
-        live = live_memory(self._worker.parameters)
+        copies = self._copies
+        live = live_memory(self._worker.parameters) if copies is None else copies.tensors
         memory = {name: _bits(live[name]) for name in self._proof.plan.parameters}
         return self._proof.digests(memory, self._bound().staged)
 
@@ -327,6 +426,11 @@ class Duties:
         if self._map is None:
             raise StaleError(f"{self._worker.name}: not connected; call connect")
         return self._map
+
+    def _known_copies(self) -> HostCopies:
+        if self._copies is None:
+            raise StaleError(f"{self._worker.name}: not connected; call connect")
+        return self._copies
 
     def _bound(self) -> Executor:
         if self._executor is None:
@@ -368,6 +472,12 @@ class _WatchedJob:
     def run(self) -> None:
         self.kernels.before_run()
         self.job.run()
+
+
+def _taking_part(source_map: SourceMap) -> list[str]:
+    """Parameters that copy, or are computed from, checkpoint elements."""
+    copying = [name for name in source_map.parameters if len(source_map[name].copies)]
+    return sorted({*copying, *source_map.opaque})
 
 
 def _run_hook(hook: Hook | None, name: str) -> None:

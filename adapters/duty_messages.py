@@ -4,6 +4,7 @@
 
     Probe -> Probed        GiveMap -> MapGiven     Bind -> Bound          Attach, Stay -> Done
     Prepare -> Prepared    Transfer -> Transferred    Install -> Installed    Publish -> Published    Assess -> Assessed
+    Stage, Ready -> Done
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ __all__ = [
     "Probed",
     "Publish",
     "Published",
+    "Ready",
     "Result",
     "Seconds",
+    "Stage",
     "Stay",
     "Struct",
     "Tagged",
@@ -93,6 +96,8 @@ class Bind(Tagged, frozen=True):
         Which transport to make.
     cells
         What to digest in every update; empty without verification.
+    source_map
+        The worker's map in bytes, where it is to keep some of what it was found to need; empty where it is that.
     machines
         How many the job's workers are on.
     own_load
@@ -102,6 +107,7 @@ class Bind(Tagged, frozen=True):
     program: bytes
     transport: str
     cells: tuple[Cell, ...]
+    source_map: bytes = b""
     machines: Count = 1
     own_load: bool = False
 
@@ -112,8 +118,14 @@ class Attach(Tagged, frozen=True):
     endpoints: dict[str, bytes]
 
 
+class Stage(Tagged, frozen=True):
+    """To a trainer that stages: copy the weights into host memory; the caller goes on after it."""
+
+    version: Count
+
+
 class Prepare(Tagged, frozen=True):
-    """Check that this version can be written, and run the before-update hook."""
+    """Check that this version can be written, and run the before-update hook, which who stages leaves to `Ready`."""
 
     version: Count
     metadata: bytes
@@ -126,8 +138,14 @@ class Transfer(Tagged, frozen=True):
     trace: bool = False
 
 
+class Ready(Tagged, frozen=True):
+    """To a rollout that stages, stopped by now: check the storage to install into, and run the before-update hook."""
+
+    version: Count
+
+
 class Install(Tagged, frozen=True):
-    """All bytes have landed and were compared: load opaque parameters and run the after-update hook."""
+    """All bytes have landed and were compared: copy staged ones, load opaque parameters, run the after-update hook."""
 
     version: Count
 
@@ -142,7 +160,9 @@ class Publish(Tagged, frozen=True):
     version: Count
 
 
-Duty: TypeAlias = Probe | Stay | GiveMap | Bind | Attach | Prepare | Transfer | Install | Assess | Publish
+Duty: TypeAlias = (
+    Probe | Stay | GiveMap | Bind | Attach | Stage | Prepare | Transfer | Ready | Install | Assess | Publish
+)
 
 
 class Probed(Tagged, frozen=True):
@@ -152,12 +172,15 @@ class Probed(Tagged, frozen=True):
     ----------
     map_digest, seconds
         Of the map, and how long it took.
+    staging
+        Whether bytes land in host memory of this worker, beside its parameters.
     scattered
         Parameters that are not contiguous in host memory, so that their bytes cannot go straight from one to another.
     """
 
     map_digest: str
     seconds: Seconds
+    staging: bool = False
     scattered: tuple[str, ...] = ()
 
 

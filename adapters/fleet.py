@@ -43,11 +43,14 @@ class Engine:
         Digests of their source maps.
     version
         What all of them hold; None before the first update.
+    staging
+        Whether updates land beside their parameters first.
     """
 
     incarnations: tuple[str, ...]
     digests: tuple[str, ...]
     version: int | None
+    staging: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +287,14 @@ class Fleet:
         topology: Topology | None,
         connection: Connection,
         digests: Mapping[str, tuple[str, ...]],
+        staging: Mapping[str, bool],
     ) -> None:
         """Take over what a connect has found and bound."""
         rosters = self._steps.rosters
         engines = {
-            g: Engine(incarnations(rosters[g]), d, self.version_of(g)) for g, d in digests.items() if g != TRAINERS
+            g: Engine(incarnations(rosters[g]), d, self.version_of(g), staging[g])
+            for g, d in digests.items()
+            if g != TRAINERS
         }
         self.intent, self.topology, self.connection = intent, topology, connection
         self.engines, self._routed = engines, set(engines)
@@ -306,7 +312,9 @@ def compile_bindings(
         program = compiler.program(worker, source_map)
         cells = () if verify == "off" else cells_of(connection.correspondence, worker)
         own_load = verify == "full" and worker in connection.needers
-        bind = Bind(program.to_bytes(), transport, cells, own_load=own_load)
+        # One that keeps some of what it needs does not know which, so it is told.
+        kept = source_map.to_bytes() if connection.kept and worker in connection.needers else b""
+        bind = Bind(program.to_bytes(), transport, cells, kept, own_load=own_load)
         out[worker] = Binding(bind, program.peers, program.direct_bytes)
     return out
 

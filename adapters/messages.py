@@ -16,7 +16,7 @@ Bulky payloads (maps, programs, plans) are bytes inside the messages that carry 
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -152,6 +152,8 @@ class ConnectIntent(Tagged, frozen=True):
     verify: str
     cast: bool
     topology: str
+    staging: bool = False
+    activation: Literal["engine", "fleet"] = "engine"
 
 
 class SendIntent(Tagged, frozen=True):

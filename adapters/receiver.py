@@ -11,20 +11,22 @@
         step()
 
 Every rank of an engine must poll once per step, so that all of them can stop at the same step. Everything happens
-inside the poll at which they stop: probing at a connect, and writing at an update.
+inside the poll at which they stop: probing at a connect, and writing at an update. With ``staging=True`` an update's
+bytes land in host memory first, beside the caller, and only installing them happens inside a poll.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from adapters.arguments import JsonValue, check_staging, decode_metadata, engine_name
+from adapters.arguments import JsonValue, decode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.duties import Duties, Hook, Worker
-from adapters.duty_messages import Duty, Publish, Result, Transfer
+from adapters.duty_messages import Duty, Install, Prepare, Publish, Result, Transfer
 from adapters.failures import Failure, StaleError, TornError, UsageError
 from adapters.messages import End
 from adapters.probe_live import Parameters
@@ -93,15 +95,17 @@ class ReceiverAdapter:
     rendezvous
         Where workers find each other; a path is a folder that all of them can write.
     staging
-        Not available yet.
+        Let updates land in host memory while the engine goes on; it stops only to install what has landed and was
+        compared, and keeps its version whole until then. Costs host memory for this rank's weights; the same on all
+        ranks of an engine.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
         ``"device_memory"`` (GPUs of one machine), ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own
         cards after a colon where not all are meant: ``"mooncake-rdma:^mlx5_0"``. Explicit names of all workers must
         agree.
     before_update_hook
-        Called with the ranks stopped, before any byte is written: drain or pause. May be followed by no update, if
-        another worker refuses.
+        Called with the ranks stopped, before any byte is written or installed: drain or pause. May be followed by no
+        update, if another worker refuses.
     after_update_hook
         Called exactly once per installed version on ranks that got bytes, after all bytes of all ranks have landed:
         flush caches, refresh what is derived from weights.
@@ -132,8 +136,8 @@ class ReceiverAdapter:
         after_update_hook: Hook | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        check_staging(staging)
         space = Checkpoint.of(checkpoint).space
+        self._deadline_s = deadline_s
         self._state = State.IDLE
         self._connected = False
         self._asleep = False
@@ -148,6 +152,7 @@ class ReceiverAdapter:
             transport=check_transport(transport),
             deadline_s=deadline_s,
             version=lambda: self._version,
+            beside=staging,
         )
         self._session = self._station.session
         worker = Worker(
@@ -156,6 +161,7 @@ class ReceiverAdapter:
             parameters,
             space,
             True,
+            staging,
             before_update_hook,
             after_update_hook,
             deadline_s * _WAIT_SHARE,
@@ -163,6 +169,13 @@ class ReceiverAdapter:
             cards_of(transport),
         )
         self._duties = Duties(worker, self._session)
+        self._writes: type[Duty] = Install if staging else Transfer
+        self._update: Update | None = None
+        self._beside: threading.Thread | None = None
+        if staging:
+            serve = partial(self._session.serve_beside, self._perform, self._note_end)
+            self._beside = threading.Thread(target=serve, name="transload staging", daemon=True)
+            self._beside.start()
 
     @property
     def version(self) -> int | None:
@@ -247,6 +260,8 @@ class ReceiverAdapter:
     def close(self) -> None:
         """Leave: end threads, close sockets, let go of shared memory. May be called again."""
         self._station.close()
+        if self._beside is not None:
+            self._beside.join(self._deadline_s)
         self._duties.close()
 
     def _enter(self, step: int | None) -> int | None:
@@ -257,12 +272,14 @@ class ReceiverAdapter:
 
     def _serve(self, txn: int) -> Update | None:
         self._duties.stalled_since = self._session.stopped_at
-        torn = True
+        self._update = None
+        torn_before, torn = self._state is State.TORN, True
         try:
             outcome = self._session.serve(self._perform, after=txn - 1, until=Publish)
             torn = isinstance(outcome, End) and outcome.torn
         finally:
-            self._state = State.TORN if self._duties.wrote or (torn and self._state is not State.IDLE) else State.IDLE
+            torn = self._duties.wrote or torn_before or (torn and self._state is not State.IDLE)
+            self._state = State.TORN if torn and self._update is None else State.IDLE
         if isinstance(outcome, End):
             self._last_failure = outcome.failure
             if outcome.failure is not None and self._state is State.TORN:
@@ -273,16 +290,23 @@ class ReceiverAdapter:
             self._connected = self._connected or outcome.failure is None
             return None
         self._last_failure = None
-        report = self._duties.report
-        assert self._version is not None
-        assert report is not None
-        return Update(self._version, decode_metadata(self._duties.metadata), report)
+        return self._update
+
+    def _note_end(self, end: End) -> None:
+        """An update has ended that landed beside the caller, at least in part."""
+        self._last_failure = end.failure
 
     def _perform(self, duty: Duty) -> Result:
-        if isinstance(duty, Transfer):
+        if isinstance(duty, Prepare) and self._asleep:
+            raise StaleError(f"{self._station.worker} is asleep: its memory is released; call after_wake first")
+        if isinstance(duty, self._writes):
             self._state = State.RECEIVING
         result = self._duties.perform(duty)
         if isinstance(duty, Publish):
-            # Before the answer leaves: whoever hears that this rank has the version must find it so.
+            # Before the answer leaves: whoever hears that this rank has the version must find it so, and the next
+            # update may already be landing.
+            report = self._duties.report
+            assert report is not None
             self._version, self._state = duty.version, State.IDLE
+            self._update = Update(duty.version, decode_metadata(self._duties.metadata), report)
         return result

@@ -15,18 +15,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from adapters.arguments import JsonValue, check_staging, encode_metadata, engine_name
+from adapters.arguments import JsonValue, encode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
-from adapters.duty_messages import Duty, Transfer
+from adapters.duty_messages import Duty, Stage, Transfer
 from adapters.failures import Failure, StaleError, UsageError, failure_of, raise_failure
 from adapters.messages import ConnectIntent, End, Intent, SendIntent
 from adapters.probe_live import Parameters
@@ -50,6 +51,11 @@ __all__ = ["PendingUpdate", "ReadyEvent", "SenderAdapter"]
 DEFAULT_DEADLINE_S = 300.0
 DEFAULT_BUFFER_BYTES = 256 << 20
 MAX_VERSION = 1 << 40
+
+_log = logging.getLogger(__name__)
+
+_STEPS_AFTER, _STEPS_BESIDE = 4, 8
+"""Deadlines that what is left of an update can take: after this rank's last bytes, and after they were staged."""
 
 _WAIT_SHARE = 0.8
 """Of the deadline, for waits on this rank alone, so that the others hear why before their own wait ends."""
@@ -161,7 +167,8 @@ class SenderAdapter:
     rendezvous
         Where workers find each other; a path is a folder that all of them can write.
     staging
-        Not available yet.
+        Copy the weights into host memory first: `send_weights` returns when that is done, and the transfer goes on
+        beside the caller. Costs host memory for what this rank holds; the same on all ranks.
     transport
         ``"auto"`` (shared memory, and no choice where workers are on several machines), ``"shared_memory"``,
         ``"device_memory"`` (GPUs of one machine), ``"mooncake"`` (TCP) or ``"mooncake-rdma"``, with this worker's own
@@ -170,6 +177,9 @@ class SenderAdapter:
     verify
         ``"digest"`` compares digests of what was sent and what landed in every update; ``"full"`` does that, and lets
         every rollout compare what landed with its own ``load_weights``' work, bit by bit; ``"off"`` does neither.
+    activation
+        ``"engine"``: every engine goes on with the new version as soon as it has it. ``"fleet"``: none does before all
+        engines that are not lost have its bytes, and have compared them; and none at all if one of these failed.
     cast
         Let trainers hold elements wider than the checkpoint's; they are rounded to nearest even when sent.
     deadline_s
@@ -195,14 +205,18 @@ class SenderAdapter:
         staging: bool = False,
         transport: str = "auto",
         verify: str = "digest",
+        activation: Literal["engine", "fleet"] = "engine",
         cast: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        check_staging(staging)
+        if activation not in ("engine", "fleet"):
+            raise UsageError(f"activation is {activation!r}; expected 'engine' or 'fleet'")
         if verify not in ("digest", "full", "off"):
             raise UsageError(f"verify is {verify!r}; expected 'digest', 'full' or 'off'")
         self._transport = check_transport(transport)
         self._verify, self._cast, self._deadline_s = verify, cast, deadline_s
+        self._staging, self._activation = staging, activation
+        self._beside: threading.Thread | None = None
         self._rank = rank
         space = Checkpoint.of(checkpoint).space
         self._pending: PendingUpdate | None = None
@@ -223,6 +237,7 @@ class SenderAdapter:
             parameters,
             space,
             False,
+            staging,
             None,
             None,
             deadline_s * _WAIT_SHARE,
@@ -287,6 +302,8 @@ class SenderAdapter:
             verify=self._verify,
             cast=self._cast,
             topology="" if topology is None else hashlib.blake2b(repr(topology).encode(), digest_size=8).hexdigest(),
+            staging=self._staging,
+            activation=self._activation,
         )
         if not intent.engines:
             raise UsageError("connect needs the name of at least one engine")
@@ -314,7 +331,8 @@ class SenderAdapter:
     ) -> PendingUpdate:
         """Send this rank's part of a new version; collective over the trainers.
 
-        Returns as soon as this rank's last bytes are packed and written, so that training may go on.
+        Returns as soon as this rank's last bytes are packed and written, or with staging copied into host memory, so
+        that training may go on. With staging everything else, and what goes wrong with it, is for ``result()``.
 
         Parameters
         ----------
@@ -342,17 +360,24 @@ class SenderAdapter:
         failure = self._why_not(ready_event)
         session = self._station.session
         self._duties.stalled_since = called_at
-        outcome = self._call(intent, data, failure, until=Transfer)
+        outcome = self._call(intent, data, failure, until=Stage if self._staging else Transfer)
         if isinstance(outcome, End):
             late = "took no part: it came after the last connect; call connect on every trainer rank"
             raise_failure(outcome.failure or Failure(StaleError.__name__, self._station.worker, late))
+        if self._staging:
+            self._beside = threading.Thread(
+                target=partial(self._go_on, outcome), name=f"transload update {version}", daemon=True
+            )
+            self._beside.start()
         path = trace if self._rank == 0 else None
-        self._pending = PendingUpdate(version, outcome, session, patience_s=4 * self._deadline_s, trace=path)
+        patience_s = (_STEPS_BESIDE if self._staging else _STEPS_AFTER) * self._deadline_s
+        self._pending = PendingUpdate(version, outcome, session, patience_s=patience_s, trace=path)
         return self._pending
 
     def close(self) -> None:
         """Leave: end threads, close sockets, let go of shared memory. May be called again."""
         self._station.close()
+        self._end_beside()
         self._duties.close()
 
     def _call(
@@ -367,6 +392,20 @@ class SenderAdapter:
             session.abandon(error)
             raise
 
+    def _go_on(self, txn: int) -> None:
+        """Do the rest of an update whose weights are staged; the caller's thread is elsewhere."""
+        try:
+            self._station.session.serve(self._duties.perform, after=txn - 1, until=Transfer)
+        except TransferError as error:
+            # The others have been told, and `result` hears it from them.
+            _log.warning("%s: gave up an update: %s", self._station.worker, error)
+
+    def _end_beside(self) -> None:
+        """Wait for the thread of the last update, which has ended by now or is about to."""
+        if self._beside is not None:
+            self._beside.join(self._deadline_s)
+            self._beside = None
+
     def _begin(self) -> None:
         """What every collective call does first."""
         self._station.check()
@@ -374,6 +413,7 @@ class SenderAdapter:
         if self._pending is not None and self._pending.succeeded(self._pending.patience_s):
             # A failed one is told by its own result().
             self._version = self._pending.version
+        self._end_beside()
 
     def _why_not(self, ready_event: ReadyEvent | None) -> Failure | None:
         """What keeps this rank from sending; the other ranks must hear of it too."""

@@ -9,6 +9,9 @@ that called the adapter, between two duties:
     caller, in serve()        perform -> Answer    perform -> Answer    ...      returns the End
 
 A failure elsewhere that comes while a duty is being done is told to `on_cancel`, so that a transfer can stop at once.
+
+A rank that stages serves beside its caller: a thread of its own does the duties that come before the ranks have stopped
+(`serve_beside`), and the caller those that come after.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class Session:
         Takes a message to the group's lead; any thread may call it.
     deadline_s
         Longest wait for the first duty, and at a poll that is undecided.
+    beside
+        Whether duties that come before this rank has stopped are for `serve_beside`.
 
     Attributes
     ----------
@@ -69,7 +74,9 @@ class Session:
         When this rank last entered a poll at which it had promised to stop; CLOCK_MONOTONIC.
     """
 
-    def __init__(self, worker: str, send_up: Callable[[FromRank], None], *, deadline_s: float) -> None:
+    def __init__(
+        self, worker: str, send_up: Callable[[FromRank], None], *, deadline_s: float, beside: bool = False
+    ) -> None:
         self._worker = worker
         self._send_up = send_up
         self._deadline_s = deadline_s
@@ -77,6 +84,8 @@ class Session:
         self._polls = PollCounter()
         self._txn = 0
         self._mail: deque[Ask] = deque()
+        self._beside: deque[Ask] | None = deque() if beside else None
+        self._stopped_for = 0
         self._ends: dict[int, End] = {}
         self._patience_s = deadline_s
         self._heard_at = 0.0
@@ -203,17 +212,13 @@ class Session:
                     continue
                 phase = phase_of(ask.duty, ask.of)
                 _tell(progress, phase, 0, 1)
-                answer = self._answer(perform, ask)
+                well = self._reply(perform, ask)
                 _tell(progress, phase, 1, 1)
-                with self._changed:
-                    over = ask.txn in self._ends
-                if not over:
-                    self._send_up(answer)
-                    if until is not None and isinstance(ask.duty, until) and answer.failure is None:
-                        with self._changed:
-                            self._polls.release(self._polls.ballot)
-                            self._left_early = ask.txn
-                        return ask.txn
+                if well and until is not None and isinstance(ask.duty, until):
+                    with self._changed:
+                        self._polls.release(self._polls.ballot)
+                        self._left_early = ask.txn
+                    return ask.txn
         except BaseException as error:
             self.abandon(error)
             raise
@@ -233,6 +238,25 @@ class Session:
                 self._send_up(msgspec.structs.replace(called, failure=self._withdrawn))
             elif self._serving or self._polls.has_promised:
                 self._leave(error)
+
+    def serve_beside(self, perform: Callable[[Duty], Result], ended: Callable[[End], object]) -> None:
+        """Do every duty that comes while the caller goes on, until the session is over; for a thread of its own.
+
+        Parameters
+        ----------
+        perform
+            Does a duty; what it raises becomes the answer.
+        ended
+            Hears how each transaction ended that such duties were of.
+        """
+        served = 0
+        while (item := self._next_beside(served)) is not None:
+            if isinstance(item, End):
+                served = 0
+                ended(item)
+            else:
+                served = item.txn
+                self._reply(perform, item)
 
     def wait_end(self, txn: int, timeout_s: float | None, progress: Progress | None = None) -> End | None:
         """The end of a transaction that `serve` left early; None if it has not come in time, or is long past."""
@@ -314,6 +338,7 @@ class Session:
                             self._send_up(AnswerStop(txn, promise, None))
                 case Committed(txn, ballot, patience_s) if txn == self._txn:
                     self._patience_s = patience_s
+                    self._stopped_for = txn
                     self._polls.commit(ballot)
                 case Ask(txn=txn) if self._withdrawn is not None and txn > self._txn:
                     # What this rank had called has begun after all, before the others heard that it does not wait.
@@ -324,7 +349,8 @@ class Session:
                     self._begin(txn)
                     self._patience_s = message.patience_s
                     self._phase = phase_of(message.duty, message.of)
-                    self._mail.append(message)
+                    mail = self._mail if self._beside is None or self._stopped_for == txn else self._beside
+                    mail.append(message)
                 case Note(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     # It does not begin the transaction: a trainer that has not called takes no part in it.
                     self._patience_s, self._heard_at, self._phase = message.patience_s, time.monotonic(), message.what
@@ -366,7 +392,7 @@ class Session:
     def _begin(self, txn: int) -> None:
         if txn > self._txn:
             self._txn = txn
-            self._mail.clear()
+            self._clear()
             self._agreed = {}
             self._agreements = 0
             self._cancelled = None
@@ -375,7 +401,7 @@ class Session:
         self._ends[end.txn] = end
         while len(self._ends) > _KEPT_ENDS:
             del self._ends[min(self._ends)]
-        self._mail.clear()
+        self._clear()
         self._polls.release(self._polls.ballot)
         if self._on_cancel is not None and end.failure is not None:
             self._on_cancel(str(end.failure))
@@ -383,10 +409,15 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """This rank takes no further part in what is open; the others must not wait for it."""
         self._polls.release(self._polls.ballot)
-        self._mail.clear()
+        self._clear()
         if self._txn not in self._ends and self._txn != self._declined:
             self._declined = self._txn
             self._send_up(Answer(self._txn, LEFT, None, failure_of(error, self._worker)))
+
+    def _clear(self) -> None:
+        self._mail.clear()
+        if self._beside is not None:
+            self._beside.clear()
 
     # Inside
 
@@ -409,11 +440,27 @@ class Session:
                         f"{self._worker}: heard nothing more within {self._patience_s:g} s, last of {self._phase}"
                     )
 
-    def _answer(self, perform: Callable[[Duty], Result], ask: Ask) -> Answer:
+    def _next_beside(self, served: int) -> Ask | End | None:
+        """The next duty beside the caller, or the end of the transaction whose duties were served; None at the end."""
+        with self._changed:
+            assert self._beside is not None
+            while not self._beside and served not in self._ends and self._broken is None:
+                self._changed.wait()
+            if served in self._ends:
+                return self._ends[served]
+            return self._beside.popleft() if self._beside else None
+
+    def _reply(self, perform: Callable[[Duty], Result], ask: Ask) -> bool:
+        """Do a duty and answer, unless it is over by then; whether it was done well and in time."""
         try:
-            return Answer(ask.txn, ask.step, perform(ask.duty), None)
+            answer = Answer(ask.txn, ask.step, perform(ask.duty), None)
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it, whatever it is
-            return Answer(ask.txn, ask.step, None, failure_of(error, self._worker))
+            answer = Answer(ask.txn, ask.step, None, failure_of(error, self._worker))
+        with self._changed:
+            if ask.txn in self._ends:
+                return False
+        self._send_up(answer)
+        return answer.failure is None
 
 
 def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:

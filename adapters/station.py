@@ -80,6 +80,8 @@ class Station:
         Of every wait.
     version
         What this worker holds now.
+    beside
+        As for `Session`.
 
     Raises
     ------
@@ -99,6 +101,7 @@ class Station:
         transport: str,
         deadline_s: float,
         version: Callable[[], int | None],
+        beside: bool = False,
     ) -> None:
         _check_rank(group, rank, world_size)
         if not 0 < deadline_s <= _LONGEST_DEADLINE_S:
@@ -112,7 +115,7 @@ class Station:
         self._incarnation = secrets.token_hex(8)
         self._host = host_identity()
         self._joined = threading.Event()
-        self.session = Session(self.worker, self._send_up, deadline_s=deadline_s)
+        self.session = Session(self.worker, self._send_up, deadline_s=deadline_s, beside=beside)
         self._lead: GroupLead | None = None
         self.conductor: Conductor | None = None
         ranks = tuple(f"{group}/{each}" for each in range(world_size))

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
-from adapters.duty_messages import Duty, Result, Stay
+from adapters.duty_messages import Duty, Stay
 from adapters.failures import ClosedError, Failure, LostWorkerError, raise_failure
 from adapters.messages import Call, Cancel, End, FromLead, Gathered, Note, Relay, Roster, Stop, ToLead, phase_of
+from adapters.paths import Answers, Path, Paths
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["SILENT", "STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps", "is_complete"]
@@ -42,8 +44,6 @@ SILENT = (DeadlineError.__name__, LostWorkerError.__name__)
 _FROZEN_LEAD_S = 2.0
 """Beyond the deadline, which leads keep themselves; the engines that wait are patient for somewhat longer."""
 
-_DRAIN_S = 10.0
-
 
 class _Stopping(Enum):
     STOP = "stop"
@@ -55,8 +55,11 @@ STOP: Final = _Stopping.STOP
 Say: TypeAlias = tuple[Duty | None, ...] | Literal[_Stopping.STOP]
 """One duty for all ranks of a group, one each in rank order (None: takes no part), or `STOP`."""
 
-Results: TypeAlias = dict[str, tuple[Result | None, ...]]
+Results: TypeAlias = dict[str, Answers]
 """Group -> results in rank order."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,9 @@ class Steps:
         self._step = 0
         self._last_ended = 0
         self._engaged: dict[str, None] = {}
-        self._of, self._phase, self._asked = "", "", 0
+        self._of, self._phase = "", ""
+        self._phases: dict[str, str] = {}
+        self._asked: Counter[str] = Counter()
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
         # Trainers that joined since the last end: what they call cannot be meant for a transaction before it.
@@ -149,6 +154,7 @@ class Steps:
         self._txn += 1
         self._step = 0
         self._engaged = {TRAINERS: None}
+        self._asked.clear()
 
     def note(self, what: str, done: int = 0, total: int = 1) -> None:
         """Tell all who wait in this transaction what they wait for; they are patient for another deadline."""
@@ -166,9 +172,9 @@ class Steps:
         """
         results: Results = {}
         waiting = self._say(say)
-        stop_at = time.monotonic() + self._deadline_s + _LEAD_MARGIN_S
+        late_at = dict.fromkeys(waiting, time.monotonic() + self._deadline_s + _LEAD_MARGIN_S)
         while waiting:
-            answer = self._answer(waiting, stop_at)
+            answer = self._answer(waiting, late_at)
             del waiting[answer.group]
             if answer.failure is not None:
                 raise_failure(answer.failure)
@@ -179,29 +185,37 @@ class Steps:
         self, say: Mapping[str, Say], *, decisive: Collection[str] = (), within_s: float | None = None
     ) -> tuple[Results, dict[str, Failure]]:
         """Like `run`, but every group's failure is kept; that of a decisive group makes the others stop."""
-        results: Results = {}
-        failures: dict[str, Failure] = {}
-        decisive_failed = False
-        waiting = self._say(say)
-        stop_at = time.monotonic() + (within_s or self._deadline_s + _FROZEN_LEAD_S)
-        while waiting:
-            try:
-                answer = self._answer(waiting, stop_at)
-            except DeadlineError as error:
-                late = Failure(type(error).__name__, "", str(error))
-                failures.update(dict.fromkeys(waiting, late))
-                break
-            del waiting[answer.group]
-            if answer.failure is None:
-                results[answer.group] = answer.results
-                continue
-            if answer.group in decisive and not decisive_failed:
-                decisive_failed = True
-                for group in waiting:
-                    self._send(group, Cancel(self._txn, answer.failure))
-                stop_at = min(stop_at, time.monotonic() + _DRAIN_S)
-            failures[answer.group] = answer.failure
-        return results, failures
+        return self.follow({group: _once(what) for group, what in say.items()}, decisive=decisive, within_s=within_s)
+
+    def follow(
+        self, paths: Mapping[str, Path[Say, T]], *, decisive: Collection[str] = (), within_s: float | None = None
+    ) -> tuple[dict[str, T], dict[str, Failure]]:
+        """Let every group go a path of its own, none waiting for another (`adapters.paths`).
+
+        Parameters
+        ----------
+        paths
+            By group.
+        decisive
+            Groups that others cannot do without: if one of them fails to bind, probe or transfer, those that are at it
+            too stop.
+        within_s
+            Of every step of a group; by default what its lead may take, and somewhat more.
+
+        Returns
+        -------
+        dict, dict
+            What the paths returned, and the failures of the other groups.
+        """
+        made = Paths(paths, decisive, within_s=within_s or self._deadline_s + _FROZEN_LEAD_S)
+        told = None
+        while made.going:
+            made.wait_for(self._say(made.to_say, told=told))
+            answer = self._answer(made.waiting, made.late_at)
+            for group, failure in made.hear(answer).items():
+                self._send(group, Cancel(self._txn, failure))
+            told = [TRAINERS, *made.failures]  # those that have failed wait for the others
+        return made.done, made.failures
 
     def run_without(
         self, say: Mapping[str, Say], lost: dict[str, Failure], *, decisive: Collection[str] = ()
@@ -281,7 +295,16 @@ class Steps:
 
     # Inside
 
-    def _say(self, say: Mapping[str, Say]) -> dict[str, int]:
+    def _say(self, say: Mapping[str, Say], *, told: Collection[str] | None = None) -> dict[str, int]:
+        """Say something to some groups, and to others, by default all that wait, what is done.
+
+        Returns
+        -------
+        dict
+            By group, the step that it begins.
+        """
+        if not say:
+            return {}
         self._step += 1
         waiting = {}
         for group, what in say.items():
@@ -297,26 +320,36 @@ class Steps:
                     size = self.rosters[TRAINERS].world_size
                     what = tuple(None if f"{group}/{rank}" in self.idle else what[0] for rank in range(size))
                 self._send(group, Relay(self._txn, self._step, self._deadline_s, what, self._of))
-        self._phase, self._asked = _phase_of(say, self._of), len(say)
+        self._phase = _phase_of(say, self._of)
+        for group, what in say.items():
+            only_stays = what is not STOP and all(isinstance(duty, Stay) for duty in what)
+            self._phases[group] = self._phase if only_stays else _phase_of({group: what}, self._of)
+        self._asked.update(self._phases[group] for group in say)
         note = Note(self._txn, self._phase, 0, len(say), self._deadline_s + _NOTE_MARGIN_S)
         for group in self._engaged:
-            if group not in say:
+            if group not in say and (told is None or group in told):
                 self._send(group, note)
         return waiting
 
-    def _answer(self, waiting: Mapping[str, int], stop_at: float) -> Gathered:
+    def _answer(self, waiting: Mapping[str, int], late_at: Mapping[str, float]) -> Gathered:
+        """What one of some groups answers to its step, or that the first of them is late."""
         while True:
-            item = self._take(stop_at - time.monotonic())
+            item = self._take(min(late_at[group] for group in waiting) - time.monotonic())
             self._sort(item)
             match item:
                 case None:
-                    late = ", ".join(f"{group}/0" for group in waiting)
-                    raise DeadlineError(f"{self._phase}: no word from {late} within {self._deadline_s:g} s")
+                    group = min(waiting, key=late_at.__getitem__)
+                    text = f"{self._phases[group]}: no word from {group}/0 within {self._deadline_s:g} s"
+                    return Gathered(group, self._txn, waiting[group], (), Failure(DeadlineError.__name__, "", text))
                 case GroupLost(group, reason) if group in waiting:
-                    failure = Failure(LostWorkerError.__name__, f"{group}/0", f"lost during {self._phase}: {reason}")
+                    failure = Failure(
+                        LostWorkerError.__name__, f"{group}/0", f"lost during {self._phases[group]}: {reason}"
+                    )
                     return Gathered(group, self._txn, waiting[group], (), failure)
                 case Gathered(group=group, txn=txn, step=step) if txn == self._txn and waiting.get(group) == step:
-                    self._progress(f"{self._phase}: {group}", self._asked - len(waiting) + 1, self._asked)
+                    phase = self._phases[group]
+                    left = sum(self._phases[other] == phase for other in waiting) - 1
+                    self._progress(f"{phase}: {group}", self._asked[phase] - left, self._asked[phase])
                     return item
                 case _:
                     pass
@@ -367,3 +400,8 @@ def _phase_of(say: Mapping[str, Say], of: str) -> str:
 def is_complete(roster: Roster | None) -> bool:
     """Whether every rank of a group has joined."""
     return roster is not None and len(roster.members) == roster.world_size
+
+
+def _once(what: Say) -> Path[Say, Answers]:
+    """The path of one step."""
+    return (yield what)

@@ -12,12 +12,25 @@ others are torn if written. A failure of the trainers ends the update for everyb
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from adapters.duty_messages import Assess, Assessed, Install, Prepare, Prepared, Publish, Result, Transfer, Transferred
-from adapters.failures import Failure, VerificationError, VersionError, failure_of
+from adapters.duty_messages import (
+    Assess,
+    Assessed,
+    Install,
+    Prepare,
+    Prepared,
+    Publish,
+    Ready,
+    Result,
+    Stage,
+    Transfer,
+    Transferred,
+)
+from adapters.failures import DisagreementError, Failure, VersionError
 from adapters.fleet import Fleet
-from adapters.planning import Connection, group_of
+from adapters.paths import Answers, Path
 from adapters.steps import SILENT, STOP, TRAINERS, Say, Steps
 from adapters.update_report import gather_report, report_bytes
 from adapters.verification import Digests, check_digests, check_holders
@@ -42,18 +55,27 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
             raise VersionError(f"version {version} is not newer than {known}, which {group} has; they must grow")
     intent = fleet.intent
     assert intent is not None
+    if intent.staging:
+        # First of all: the callers wait for it, and for nothing else.
+        steps.run({TRAINERS: (Stage(version),)})
     refused: dict[str, Failure] = {}
     prepare: Say = (Prepare(version, metadata),)
     holding: dict[str, Result | None] = {}
     if fleet.bound:
         # Before the engines stop: trainers' digests take a while, and nobody else need wait for them.
         holding = _hold(fleet, steps, prepare)
-    for say in (STOP, prepare):
+    stopping = [group for group in groups if not fleet.engines[group].staging]
+    moved_memory = False
+    for say in (
+        {group: STOP if group in stopping else prepare for group in groups},
+        dict.fromkeys(stopping, prepare),
+    ):
         groups, prepared = _go_on(fleet, steps, groups, say, refused)
         if not fleet.bound:
             groups = _bind(fleet, steps, groups, refused)
             holding = _hold(fleet, steps, prepare)
-    if any(isinstance(result, Prepared) and result.moved for result in prepared.values()):
+        moved_memory |= any(isinstance(result, Prepared) and result.moved for result in prepared.values())
+    if moved_memory:
         before = fleet.connection
         groups = _bind(fleet, steps, groups, refused)
         if fleet.connection is not before:
@@ -62,30 +84,112 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     assert connection is not None
     sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
     fleet.bound = False  # until it is over: after a failure executors must be made anew
-    everybody = [TRAINERS, *groups]
-    results, failures = steps.run_each(dict.fromkeys(everybody, (Transfer(version, trace),)), decisive=everybody)
-    moved = fleet.by_worker(results)
-    failures |= _compare(connection, sent, moved, [group for group in groups if group in results])
-    left = [group for group in groups if group not in failures]
-    installed, failed = steps.run_each(dict.fromkeys(left, (Install(version),)))
-    failures |= failed
-    left = [group for group in left if group not in failures]
-    results, failed = steps.run_each(dict.fromkeys(left, (Publish(version),)))
-    failures |= failed
-    for group in results:
-        fleet.engines[group] = replace(fleet.engines[group], version=version)
-        steps.end(group, None)
+    engines = _Engines(fleet, steps, version, Transfer(version, trace), sent)
+    landed, failures = _let_go_on(engines, groups, together=intent.activation == "fleet")
     fleet.bound = not failures
     if failures or refused:
-        failure = _joined(version, refused | failures, list(results))
-        if results:
+        fine = [group for group in groups if group in landed]
+        failure = _joined(version, refused | failures, fine)
+        if fine:
             fleet.forget(group for group, why in (refused | failures).items() if why.kind in SILENT)
         _give_up(steps, failure, [group for group in groups if group in failures])
         return
     report = gather_report(
-        connection, holding, moved, fleet.by_worker(installed), fleet.by_worker(results), verify=intent.verify
+        connection,
+        holding,
+        *(fleet.by_worker({group: one[step] for group, one in landed.items() if one[step]}) for step in range(3)),
+        verify=intent.verify,
     )
     steps.end(TRAINERS, None, report_bytes(report))
+
+
+class _Landed(NamedTuple):
+    """What a group answered to its transfer, and an engine to the rest of its update."""
+
+    moved: Answers
+    installed: Answers = ()
+    published: Answers = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Engines:
+    """The paths of an update, from the transfer on.
+
+    Attributes
+    ----------
+    fleet, steps
+        Of the job.
+    version, transfer
+        What is being transferred.
+    sent
+        Digests by trainer.
+    """
+
+    fleet: Fleet
+    steps: Steps
+    version: int
+    transfer: Transfer
+    sent: Digests
+
+    def land(self, group: str) -> Path[Say, _Landed]:
+        """The transfer; an engine has what was sent, or has failed."""
+        moved = yield (self.transfer,)
+        if group != TRAINERS:
+            landed = self.fleet.by_worker({group: moved})
+            assert self.fleet.connection is not None
+            digests = {w: result.digests for w, result in landed.items() if isinstance(result, Transferred)}
+            check_digests(self.fleet.connection.correspondence, self.sent, digests)
+        return _Landed(moved)
+
+    def activate(self, group: str, landed: _Landed) -> Path[Say, _Landed]:
+        """An engine that has the bytes gets the version; one that stages stops only now."""
+        if group == TRAINERS:
+            return landed
+        if self.fleet.engines[group].staging:
+            yield STOP
+            yield (Ready(self.version),)
+        installed = yield (Install(self.version),)
+        published = yield (Publish(self.version),)
+        self.fleet.engines[group] = replace(self.fleet.engines[group], version=self.version)
+        self.steps.end(group, None)
+        return landed._replace(installed=installed, published=published)
+
+    def land_and_activate(self, group: str) -> Path[Say, _Landed]:
+        """Both, without a look at other engines."""
+        landed = yield from self.land(group)
+        return (yield from self.activate(group, landed))
+
+
+def _let_go_on(
+    engines: _Engines, groups: Sequence[str], *, together: bool
+) -> tuple[dict[str, _Landed], dict[str, Failure]]:
+    """Let trainers and engines transfer, and those that have the right bytes activate them.
+
+    Parameters
+    ----------
+    engines
+        Their paths.
+    groups
+        Engines that take part.
+    together
+        No engine activates before all that are not lost have landed, and none if one of these has failed.
+    """
+    everybody = [TRAINERS, *groups]
+    if not together:
+        return engines.steps.follow(
+            {group: engines.land_and_activate(group) for group in everybody}, decisive=everybody
+        )
+    landed, failures = engines.steps.follow({group: engines.land(group) for group in everybody}, decisive=everybody)
+    present = engines.fleet.present_engines()
+    failed = [group for group in groups if group in failures and group in present]
+    behind = [group for group in failed if failures[group].kind not in SILENT]
+    if behind:
+        text = f"landed, and was not activated: {', '.join(behind)} did not get version {engines.version}"
+        kind = DisagreementError.__name__
+        failures |= {group: Failure(kind, "", f"{group} {text}") for group in groups if group in landed}
+        return {}, failures
+    done, failed_later = engines.steps.follow({group: engines.activate(group, one) for group, one in landed.items()})
+    return done, failures | failed_later
 
 
 def _hold(fleet: Fleet, steps: Steps, prepare: Say) -> dict[str, Result | None]:
@@ -98,9 +202,9 @@ def _hold(fleet: Fleet, steps: Steps, prepare: Say) -> dict[str, Result | None]:
 
 
 def _go_on(
-    fleet: Fleet, steps: Steps, groups: Sequence[str], say: Say, refused: dict[str, Failure]
+    fleet: Fleet, steps: Steps, groups: Sequence[str], say: Mapping[str, Say], refused: dict[str, Failure]
 ) -> tuple[list[str], dict[str, Result | None]]:
-    """Say something to the engines before anything is written, and go on with those that can.
+    """Say something to some engines before anything is written, and go on with those that can.
 
     An engine that refuses, hangs or is lost is told and left out; there is a plan without it then, which nobody is
     bound to yet.
@@ -108,15 +212,15 @@ def _go_on(
     Returns
     -------
     list of str, dict
-        The engines that are left, and what their ranks answered.
+        The engines that are left, and what the ranks answered of those that were spoken to.
 
     Raises
     ------
     TransferError
         The first engine's failure, if none is left.
     """
-    results = steps.run_without(dict.fromkeys(groups, say), refused)
-    left = [group for group in groups if group in results]
+    results, failures = steps.run_each({group: what for group, what in say.items() if group in groups})
+    left = steps.leave_out(groups, failures, refused)
     fleet.route(left)
     return left, fleet.by_worker(results)
 
@@ -137,24 +241,6 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:
         wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
         steps.end(group, failure, torn=wrote or group in silent)
     steps.end_all(failure)
-
-
-def _compare(
-    connection: Connection, sent: Digests, moved: Mapping[str, Result | None], groups: Sequence[str]
-) -> dict[str, Failure]:
-    """Engines whose digests differ from the trainers', and why they must not be used."""
-    failures = {}
-    for group in groups:
-        landed = {
-            worker: result.digests
-            for worker, result in moved.items()
-            if group_of(worker) == group and isinstance(result, Transferred)
-        }
-        try:
-            check_digests(connection.correspondence, sent, landed)
-        except VerificationError as error:
-            failures[group] = failure_of(error, "")
-    return failures
 
 
 def _joined(version: int, failures: Mapping[str, Failure], fine: Sequence[str]) -> Failure:

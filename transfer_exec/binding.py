@@ -106,7 +106,7 @@ def live_tensors(
             raise ProgramError(
                 f"{tensor.name} on {program.worker}: no memory was given; expected {tensor.dtype} {tensor.shape}"
             )
-        out.append(_locate(program.worker, tensor, given[tensor.name], devices, writes=position in written))
+        out.append(locate(program.worker, tensor, given[tensor.name], devices, writes=position in written))
     return tuple(out)
 
 
@@ -193,7 +193,16 @@ def bind(
     return np.split(out, np.searchsorted(rounds, np.arange(1, len(table.bounds) - 1)))
 
 
-def _locate(worker: str, tensor: ProgramTensor, given: object, devices: Collection[str], *, writes: bool) -> LiveTensor:
+def locate(
+    worker: str, tensor: ProgramTensor, given: object, devices: Collection[str] = (), *, writes: bool
+) -> LiveTensor:
+    """Find one tensor of a worker, which is given as an array or a torch tensor, and refuse it if it does not fit.
+
+    Raises
+    ------
+    ProgramError
+        As `live_tensors`.
+    """
     where = f"{tensor.name} on {worker}"
     torch = sys.modules.get("torch")
     if isinstance(given, np.ndarray):

@@ -98,6 +98,8 @@ class WorkerReport:
         The same span by span, if the update was traced.
     direct_bytes
         Of the bytes sent or received, those that went straight from parameter to parameter.
+    host_bytes
+        Memory of the copies of its tensors that a worker keeps in a staging mode.
     """
 
     worker: str
@@ -116,6 +118,7 @@ class WorkerReport:
     phases: PhaseTimes
     spans: tuple[Span, ...] | None = None
     direct_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

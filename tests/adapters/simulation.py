@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from adapters import conductor, connecting, fleet, receiver, sender, session, station, steps, updating
+from adapters import conductor, connecting, fleet, paths, receiver, sender, session, station, steps, updating
 from adapters.duties import Worker
 from adapters.duty_messages import (
     Assess,
@@ -37,7 +37,9 @@ from adapters.duty_messages import (
     Probed,
     Publish,
     Published,
+    Ready,
     Result,
+    Stay,
     Transfer,
     Transferred,
 )
@@ -50,7 +52,7 @@ from adapters.rendezvous import Addresses
 from adapters.sender import SenderAdapter
 from adapters.session import Session
 from layout_algebra.source_map import SourceMap
-from tests.adapters.scheduler import Condition, Event, Queue, Scheduler
+from tests.adapters.scheduler import Condition, Event, Queue, Scheduler, Thread
 from tests.adapters.toy import SPACE
 from transfer_exec.errors import DeadlineError, TransportError
 
@@ -192,11 +194,12 @@ class Network:
 
 
 class Duties:
-    """Stands for `adapters.duties.Duties`: weights are two numbers, and bytes move in two steps."""
+    """Stands for `adapters.duties.Duties`: weights are two numbers, and bytes move, or are installed, in two steps."""
 
     def __init__(self, worker: Worker, session: Session, *, job: Simulation) -> None:
         self._job, self._worker, self._session = job, worker, session
         self.weights: list[int | None] = [None] * HALVES
+        self.staged: list[int | None] = [None] * HALVES
         self.stalled_since = 0.0
         self.version: int | None = None
         self.metadata = b""
@@ -206,7 +209,8 @@ class Duties:
 
     def perform(self, duty: Duty) -> Result:
         name, job = self._worker.name, self._job
-        job.acts(name, self._session)
+        if not self._worker.staging or isinstance(duty, _STOPPED):
+            job.acts(name, self._session)
         fault = job.faults.pop((name, type(duty).__name__), "")
         if fault == "raise":
             raise HookError(f"{type(duty).__name__} raised on {name}")
@@ -229,6 +233,8 @@ class Duties:
             case Transfer(version):
                 return self._transfer(version, fault)
             case Install():
+                if self._worker.staging:
+                    self._install(fault)
                 return Installed()
             case Assess():
                 return Assessed(self.wrote)
@@ -253,7 +259,9 @@ class Duties:
                     raise TransportError(f"aborted: {cancelled[0]}")
                 if fault == "hang" and self._job.scheduler.now >= late:
                     raise DeadlineError(f"{self._worker.name}: version {version}, round {half}: nobody wrote")
-                if self._worker.receives:
+                if self._worker.staging:
+                    self.staged[half] = version
+                elif self._worker.receives:
                     self.wrote, self.weights[half] = True, version
                 if fault == "lose":
                     raise TransportError(f"{self._worker.name}: version {version}, round {half}: a write failed")
@@ -261,6 +269,17 @@ class Duties:
             self._session.on_cancel(None)
         stall = None if self._worker.receives else (self.stalled_since, self._job.scheduler.now)
         return Transferred(b"", {}, 0.0, stall)
+
+    def _install(self, fault: str) -> None:
+        for half in range(HALVES):
+            self._job.scheduler.wait(lambda: True)
+            self.wrote, self.weights[half] = True, self.staged[half]
+            if fault == "lose":
+                raise HookError(f"{self._worker.name}: its loader raised")
+
+
+_STOPPED = (Probe, GiveMap, Stay, Ready, Install, Publish)
+"""What ranks that stage do at one poll, all of them."""
 
 
 class Caller:
@@ -299,12 +318,23 @@ class Simulation:
         ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way), ``"hang"`` or ``"die"``: happens once.
     doomed
         Workers whose process ends as soon as `run` sees them.
+    staging
+        Groups that stage.
+    activation
+        As for a sender.
     acted
         Engine, number of its start and transaction -> the poll at which its ranks did their duties.
     """
 
-    def __init__(self, maps: Mapping[str, SourceMap], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        maps: Mapping[str, SourceMap],
+        sizes: Mapping[str, int],
+        staging: Collection[str] = (),
+        activation: str = "engine",
+    ) -> None:
         self.maps, self.sizes = maps, sizes
+        self.staging, self.activation = staging, activation
         self.scheduler = Scheduler()
         self.network = Network()
         self.duties: dict[str, Duties] = {}
@@ -328,8 +358,12 @@ class Simulation:
 
     def crash(self, worker: str) -> None:
         """End a worker's process."""
-        post = self.adapters.pop(worker)._station._post
+        adapter = self.adapters.pop(worker)
+        post = adapter._station._post
         self.callers.pop(worker).thread.kill()
+        beside = adapter._beside
+        if isinstance(beside, _Started) and beside.thread is not None:
+            beside.thread.kill()
         if worker == "trainer/0":
             for thread in self.scheduler.threads:
                 if thread.name == "transload conductor":
@@ -339,8 +373,9 @@ class Simulation:
     def _make(self, group: str, rank: int) -> SenderAdapter | ReceiverAdapter:
         meeting = Addresses({"sender": "tcp://10.0.0.1:1"}, key="0" * 64)
         common = {"rank": rank, "world_size": self.sizes[group], "rendezvous": meeting, "deadline_s": DEADLINE_S}
+        common["staging"] = group in self.staging
         if group == "trainer":
-            return SenderAdapter(_no_loader, {}, SPACE, **common)  # type: ignore[arg-type]
+            return SenderAdapter(_no_loader, {}, SPACE, activation=self.activation, **common)  # type: ignore[arg-type]
         return ReceiverAdapter(_no_loader, {}, SPACE, engine=group, **common)  # type: ignore[arg-type]
 
     def receivers(self, engine: str) -> dict[str, ReceiverAdapter]:
@@ -414,9 +449,14 @@ class Simulation:
 
 
 @contextmanager
-def simulated(maps: Mapping[str, SourceMap], sizes: Mapping[str, int]) -> Iterator[Simulation]:
+def simulated(
+    maps: Mapping[str, SourceMap],
+    sizes: Mapping[str, int],
+    staging: Collection[str] = (),
+    activation: str = "engine",
+) -> Iterator[Simulation]:
     """A job in whose adapters sockets, threads, clocks and bytes are simulated."""
-    job = Simulation(maps, sizes)
+    job = Simulation(maps, sizes, staging, activation)
     scheduler = job.scheduler
     clock = SimpleNamespace(
         monotonic=lambda: scheduler.now, perf_counter=lambda: scheduler.now, time_ns=lambda: int(scheduler.now * 1e9)
@@ -425,9 +465,9 @@ def simulated(maps: Mapping[str, SourceMap], sizes: Mapping[str, int]) -> Iterat
         Condition=lambda: Condition(scheduler), Event=lambda: Event(scheduler), Thread=_thread_maker(scheduler)
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (conductor, connecting, sender, session, station, steps):
+        for module in (conductor, connecting, paths, sender, session, station, steps):
             patch.setattr(module, "time", clock)
-        for module in (conductor, session, station):
+        for module in (conductor, receiver, sender, session, station):
             patch.setattr(module, "threading", threads)
         patch.setattr(steps, "queue", SimpleNamespace(SimpleQueue=lambda: Queue(scheduler), Empty=queue.Empty))
         patch.setattr(station, "Post", partial(Post, network=job.network))
@@ -460,10 +500,18 @@ class _Started:
     """Of `threading`: a thread that the scheduler runs."""
 
     def __init__(self, scheduler: Scheduler, name: str, target: Callable[[], None]) -> None:
+        self._scheduler = scheduler
         self._make = lambda: scheduler.spawn(name, target)
+        self.thread: Thread | None = None
 
     def start(self) -> None:
-        self._make()
+        self.thread = self._make()
+
+    def join(self, timeout: float) -> None:
+        thread = self.thread
+        assert thread is not None
+        if not thread.over:
+            self._scheduler.wait(lambda: thread.over, timeout)
 
 
 def _thread_maker(scheduler: Scheduler) -> Callable[..., _Started]:

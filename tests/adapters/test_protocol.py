@@ -2,7 +2,7 @@
 
 Everything but sockets and bytes is the real thing (`tests.adapters.simulation`). Whatever happens in whatever order:
 
-- the ranks of an engine act at one poll;
+- the ranks of an engine act at one poll, those that stage from the install on;
 - an engine that says it is ready holds one version, whole, on all its ranks;
 - no version goes back, and the sender never counts on one that some engine it reaches does not have;
 - every call ends, and once nothing fails any more, a connect and an update bring everybody to the newest version.
@@ -11,6 +11,7 @@ Everything but sockets and bytes is the real thing (`tests.adapters.simulation`)
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from functools import cache
 
 from hypothesis import HealthCheck, given, settings
@@ -44,19 +45,23 @@ class Protocol(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._context = simulated(maps(), SIZES)
-        self.job: Simulation = self._context.__enter__()
+        self._context: AbstractContextManager[Simulation] | None = None
+        self.job: Simulation
         self.newest = 0
         self.seen: dict[int, int] = {}
 
     def teardown(self) -> None:
+        if self._context is None:
+            return
         try:
             self.recovers()
         finally:
             self._context.__exit__(None, None, None)
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(staging=st.sets(st.sampled_from(sorted(SIZES))), activation=st.sampled_from(["engine", "fleet"]))
+    def begin(self, staging: set[str], activation: str) -> None:
+        self._context = simulated(maps(), SIZES, staging, activation)
+        self.job = self._context.__enter__()
         for group in SIZES:
             self.job.start(group)
         self.call_all(lambda sender: sender.connect(["a", "b"]))
@@ -140,11 +145,12 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(
         worker=st.sampled_from(WORKERS),
-        duty=st.sampled_from(["Bind", "Prepare", "Transfer", "Transfer", "Install", "Publish"]),
+        duty=st.sampled_from(["Bind", "Stage", "Prepare", "Transfer", "Transfer", "Ready", "Install", "Publish"]),
         kind=st.sampled_from(["raise", "lose", "hang"]),
     )
     def break_a_duty(self, worker: str, duty: str, kind: str) -> None:
-        self.job.faults[worker, duty] = kind if duty == "Transfer" else "raise"
+        lost_in_install = duty == "Install" and kind == "lose"
+        self.job.faults[worker, duty] = kind if duty == "Transfer" or lost_in_install else "raise"
 
     @precondition(lambda self: self.newest > 0)
     @rule(worker=st.sampled_from(WORKERS))

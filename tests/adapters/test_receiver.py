@@ -517,8 +517,6 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         arguments = {"engine": "a", "rank": 0, "world_size": 1, "rendezvous": tmp_path, **options}
         return ReceiverAdapter(held.load_weights, held.parameters, SPACE, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(UsageError, match=r"staging=True is not available yet; pass staging=False"):
-        make(staging=True)
     with pytest.raises(UsageError, match=r"transport 'nixl'"):
         make(transport="nixl")
     with pytest.raises(UsageError, match=r"rank -1 of world_size 1"):

@@ -456,8 +456,6 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         arguments = {"rank": 0, "world_size": 1, "rendezvous": tmp_path, **options}
         return SenderAdapter(held.load_weights, held.parameters, SPACE, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(UsageError, match=r"staging=True is not available yet; pass staging=False"):
-        make(staging=True)
     with pytest.raises(UsageError, match=r"transport 'rdma'"):
         make(transport="rdma")
     with pytest.raises(UsageError, match=r"verify is 'maybe'; expected 'digest', 'full' or 'off'"):
