@@ -3,7 +3,7 @@
 The fingerprint of a checkpoint tensor is the sum over its elements of ``bits * weight(id)`` modulo 2**64, over the
 bits in the checkpoint's own dtype. A sum does not care who adds which part: any sharding of the same weights gives
 the same number, shards' numbers add up to the tensor's, and so trainers and rollouts compare what they hold without
-moving a byte of it. Every weight is odd, so that each single changed bit changes the sum.
+moving a byte of it. The weights are such that every change of a single element changes the sum.
 
 >>> import numpy as np
 >>> from layout_algebra.source_map import SourceMap

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layout_algebra._digest_kernels import block_weights
 from layout_algebra.errors import MapError
 from layout_algebra.fingerprint import fingerprint, fingerprint_cells, plan_fingerprints, wire_bits
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.interpreted import MODES, kernels_run
 
 SIZE = 9000
 SPACE = CheckpointSpace(
@@ -23,8 +25,8 @@ VALUES = RNG.integers(0, 2**16, SIZE - 10, dtype=np.uint16)
 FLOATS = RNG.standard_normal(10).astype(np.float32)
 
 
-def weight(i: int) -> int:
-    """The definition, on Python integers."""
+def weight(i: int, width: int) -> int:
+    """The definition, on Python integers: of id ``i`` in a dtype of ``width`` bytes."""
     mask = 2**64 - 1
 
     def mix(state: int) -> int:
@@ -33,7 +35,8 @@ def weight(i: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
         return state ^ state >> 31
 
-    return (mix((i >> 12) + 1) | 1) * (mix((i & 4095) + 1) >> 32 | 1) & mask
+    word, place = divmod((i & 4095) * min(width, 4), 4)
+    return (mix((i >> 12) + 1) | 1) * ((mix(word + 1) >> 32 | 1) << 8 * place) & mask
 
 
 def whole() -> tuple[SourceMap, dict[str, np.ndarray]]:
@@ -46,7 +49,8 @@ def test_is_the_weighted_sum() -> None:
     bits = [*VALUES.tolist(), *FLOATS.view(np.uint32).tolist()]
     for name in SPACE.names:
         start, stop = SPACE.id_range(name)
-        assert got[name] == sum(bits[i - 1] * weight(i) for i in range(start, stop)) % 2**64
+        width = SPACE.spec(name).element_type.item_bytes
+        assert got[name] == sum(bits[i - 1] * weight(i, width) for i in range(start, stop)) % 2**64
 
 
 @settings(deadline=None, max_examples=30)
@@ -66,30 +70,73 @@ def test_shards_add_up_in_any_layout(seed: int, ranks: int) -> None:
     assert total == {name: want[name] for name in ("a", "b")}
 
 
+def test_words_weights_are_odd_and_all_different() -> None:
+    table = block_weights()
+    assert len(set(table.tolist())) == 4096
+    assert np.all(table & 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "width"), [("U8", 1), ("BF16", 2), ("F32", 4), ("I64", 8)])
+def test_every_width_place_and_stride_is_the_weighted_sum(dtype: str, width: int, mode: str) -> None:
+    """Runs that begin anywhere in a word, at any address, backwards, spread out, and side by side as columns."""
+    space = CheckpointSpace([TensorSpec("w", (9000,), dtype)])
+    rng = np.random.default_rng(width)
+    layouts = [np.arange(first, first + length) for first in (1, 2, 3, 4, 4090, 8189) for length in (1, 2, 7, 40)]
+    layouts += [np.arange(4300, 4000, -1), np.arange(4000, 4400).reshape(20, 20).T]
+    layouts += [np.arange(1, 9000)[: 70 * 128].reshape(70, 128).T, np.arange(3500, 5000).reshape(3, 500).T]
+    with kernels_run(mode):
+        for ids in layouts:
+            room = rng.integers(0, 256, (ids.size + 9) * width, dtype=np.uint8)
+            for skip in range(0, 8, width):
+                memory = room[skip : skip + ids.size * width].view(f"u{width}").reshape(ids.shape)
+                got = fingerprint(SourceMap.from_ids(space, {"p": ids}), {"p": memory})["w"]
+                pairs = zip(ids.reshape(-1).tolist(), memory.reshape(-1).tolist(), strict=True)
+                assert got == sum(bits * weight(i, width) for i, bits in pairs) % 2**64
+
+
 CORRUPTIONS = ("flipped bit", "swapped pair", "stale tensor", "shifted run")
+DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "I64": np.uint64}
 
 
+def layouts_of(first: int) -> dict[str, np.ndarray]:
+    """A parameter of every kind, of ids that follow each other from ``first`` on: 2,704 of them."""
+    ids = first + np.arange(2704).reshape(-1, 4, 13)
+    parts = np.split(ids.reshape(-1), np.cumsum([520, 520, 520, 520, 312]))
+    whole_rows = parts[0].reshape(40, 13)
+    return {
+        "contiguous": whole_rows,
+        "transposed": parts[1].reshape(40, 13).T,
+        "columns": parts[2].reshape(10, 52)[:, 5:31],
+        "fused": np.concatenate([parts[3].reshape(20, 26)[:7], parts[3].reshape(20, 26)[13:]]),
+        "stacked": np.stack([parts[4].reshape(3, 8, 13)[index].T for index in (2, 0, 1)]),
+        "padded": np.pad(parts[5].reshape(24, 13), ((0, 3), (0, 2))),
+        "every other": parts[2].reshape(10, 52)[:, 32::2],
+        "backwards": parts[3].reshape(20, 26)[7:13].reshape(-1)[::-1],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_every_one_of_2500_corruptions_of_a_kind_is_seen(kind: str) -> None:
-    """Three dtypes, a transposed parameter and two sets of ids; one digest plan for all of it."""
-    space = CheckpointSpace(
-        [TensorSpec("a", (30, 50), "BF16"), TensorSpec("b", (700,), "F32"), TensorSpec("c", (900,), "U8")]
-    )
-    ids = {"at": np.arange(1, 1501).reshape(30, 50).T, "b": np.arange(1501, 2201), "c": np.arange(2201, 3101)}
-    source_map = SourceMap.from_ids(space, ids)
+def test_every_one_of_2500_corruptions_of_a_kind_is_seen(kind: str, dtype: str) -> None:
+    """Of elements of every width, in parameters of every layout; in two sets of ids, with one digest plan for all."""
+    store = DTYPES[dtype]
+    ids = layouts_of(1500)  # over the edge of a block of weights
+    space = CheckpointSpace([TensorSpec("a", (2000,), dtype), TensorSpec("b", (3000,), dtype)])
+    source_map = SourceMap.from_ids(space, ids, dict.fromkeys(ids, dtype))
     rng = np.random.default_rng(CORRUPTIONS.index(kind))
-    width = {"at": np.uint16, "b": np.uint32, "c": np.uint8}
 
     def version() -> dict[str, np.ndarray]:
-        return {n: rng.integers(0, np.iinfo(w).max, ids[n].shape, dtype=w, endpoint=True) for n, w in width.items()}
+        return {n: rng.integers(0, np.iinfo(store).max, i.shape, dtype=store, endpoint=True) for n, i in ids.items()}
 
     old, memory = version(), version()
-    plan = plan_fingerprints(source_map, [RunTable.from_ids(np.arange(1 + part, 3101, 2)) for part in range(2)])
+    plan = plan_fingerprints(source_map, [RunTable.from_ids(np.arange(1 + part, 5001, 2)) for part in range(2)])
     assert set(plan.parameters) == set(ids)
     want = plan.sums(memory)
     for _ in range(2500):
         name = str(rng.choice(list(ids)))
-        right = memory[name].reshape(-1)
+        copied = np.flatnonzero(ids[name])  # what is padding does not count
+        right = memory[name].reshape(-1)[copied]
         wrong = right.copy()
         while np.array_equal(wrong, right):
             low, high = np.sort(rng.choice(len(wrong), 2, replace=False))
@@ -98,10 +145,12 @@ def test_every_one_of_2500_corruptions_of_a_kind_is_seen(kind: str) -> None:
             elif kind == "swapped pair":
                 wrong[[low, high]] = right[[high, low]]
             elif kind == "stale tensor":
-                wrong[low : high + 1] = old[name].reshape(-1)[low : high + 1]
+                wrong[low : high + 1] = old[name].reshape(-1)[copied][low : high + 1]
             else:
                 wrong[low : high + 1] = np.roll(right[low : high + 1], 1)
-        assert (plan.sums({**memory, name: wrong.reshape(ids[name].shape)}) != want).any()
+        spoiled = memory[name].copy()
+        spoiled.reshape(-1)[copied] = wrong
+        assert (plan.sums({**memory, name: spoiled}) != want).any()
     assert np.array_equal(plan.sums(memory), want)
 
 
