@@ -163,6 +163,7 @@ class Fetching:
         while not self._reached(fetch, fetch.flag, self._base):
             yield lent
         ledger.await_s[stage] += ledger.took("wait", -1, begun, fetch.peer, "lent")
+        ledger.moves += 1
         begun = time.monotonic()
         ledger.touch(begun)
         self.before_read()

@@ -8,17 +8,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from layout_algebra.source_map import SourceMap
-from transfer_exec.compiler import compile_program
 from transfer_exec.executor import Executor
-from transfer_exec.plan import Plan
+from transfer_exec.program import Program
 from transfer_exec.transport.base import Endpoint
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 
-def serve(pipe: Connection, worker: str, plan: bytes, source_map: bytes, deadline_s: float) -> None:
+def serve(pipe: Connection, worker: str, data: bytes, deadline_s: float) -> None:
     """Answer commands until the pipe closes: memory, connect, run, read, die."""
-    program = compile_program(Plan.from_bytes(plan), worker, SourceMap.from_bytes(source_map))
+    program = Program.from_bytes(data)
     memory: dict[str, np.ndarray] = pipe.recv()
     executor = Executor(program, memory, SharedMemoryTransport(worker), deadline_s=deadline_s)
     pipe.send(executor.endpoint.to_bytes())

@@ -346,7 +346,7 @@ def processes(
     try:
         for worker in plan.workers:
             pipes[worker], theirs = context.Pipe()
-            arguments = (theirs, worker, plan.to_bytes(), maps[worker].to_bytes(), deadline_s)
+            arguments = (theirs, worker, compile_program(plan, worker, maps[worker]).to_bytes(), deadline_s)
             children[worker] = context.Process(target=serve, args=arguments, daemon=True)
             children[worker].start()
             theirs.close()

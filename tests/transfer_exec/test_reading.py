@@ -1,0 +1,189 @@
+"""Lending memory and reading it, on every transport that can; those that cannot say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.transfer_exec.fake_device import FakeDevice, FakeDriver
+from transfer_exec.errors import PeerGoneError, TransportError
+from transfer_exec.transport.base import Endpoint, Ticket, Transport
+from transfer_exec.transport.device_memory import DeviceMemoryTransport
+from transfer_exec.transport.loopback import LENT, LoopbackNetwork, LoopbackPolicy
+from transfer_exec.transport.process_memory import read_process
+from transfer_exec.transport.shared_memory import SharedMemoryTransport
+from transfer_exec.transport.stretches import Lent, Stretches
+
+Maker = Callable[[str], Transport]
+
+
+@pytest.fixture(params=["loopback", "shared_memory"])
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Makes transports of one kind that can reach each other."""
+    return LoopbackNetwork().transport if request.param == "loopback" else SharedMemoryTransport
+
+
+def rows(*descriptors: tuple[int, int, int]) -> np.ndarray:
+    return np.array(descriptors, dtype=np.uint64).reshape(-1, 3)
+
+
+def stretches(*arrays: np.ndarray) -> Stretches:
+    return Stretches(np.array([a.ctypes.data for a in arrays]), np.array([a.nbytes for a in arrays]))
+
+
+def pair(make: Maker, lent: list[np.ndarray]) -> tuple[Transport, Transport]:
+    """A reader that knows a lender."""
+    reader, lender = make("reader"), make("lender")
+    lender.lend(stretches(*lent))
+    for each in (reader, lender):
+        each.open_flags(1)
+    reader.connect(Endpoint.from_bytes(lender.endpoint("plan").to_bytes()))
+    return reader, lender
+
+
+def wait_for(transport: Transport, ticket: Ticket) -> None:
+    while not transport.finished(ticket):
+        pass
+
+
+def test_reads_land_where_the_descriptors_say_and_nowhere_else(make: Maker) -> None:
+    """Two lent stretches, one of them read-only; two of the reader's own inside guard bytes."""
+    lent = [np.arange(100, dtype=np.uint8), np.arange(100, 200, dtype=np.uint8)]
+    lent[1].setflags(write=False)
+    whole = np.full(300, 0xEE, dtype=np.uint8)
+    own = [whole[10:60], whole[100:200]]
+    reader, lender = pair(make, lent)
+    ticket = reader.read(
+        "lender", stretches(*own), rows((0, 0, 10), (10, 10, 20), (100, 50, 100), (99, 49, 1), (7, 40, 0))
+    )
+    wait_for(reader, ticket)
+    expected = np.full(300, 0xEE, dtype=np.uint8)
+    expected[10:40], expected[59], expected[100:200] = np.arange(30), 99, np.arange(100, 200)
+    assert np.array_equal(whole, expected)
+    assert lent[0].tolist() == list(range(100))
+    for each in (reader, lender):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ((0, 0, 101), "row 1 of 2 covers bytes 0:101 lent by lender, which leaves stretch 0 at 0:100"),
+        ((95, 0, 10), "covers bytes 95:105 lent by lender"),
+        ((200, 0, 1), "covers bytes 200:201 lent by lender, which leaves stretch 1 at 100:200"),
+        (((1 << 64) - 1, 0, 1), "lent by lender"),
+        ((0, 0, (1 << 64) - 1), "lent by lender"),
+        ((0, 45, 10), "covers bytes 45:55 of reader, which leaves stretch 0 at 0:50"),
+        ((0, 150, 1), "covers bytes 150:151 of reader"),
+        ((0, (1 << 63) + 5, 4), "of reader"),
+    ],
+)
+def test_a_read_that_leaves_a_stretch_on_either_side_is_refused_before_a_byte(
+    make: Maker, row: tuple[int, int, int], match: str
+) -> None:
+    lent = [np.ones(100, dtype=np.uint8), np.ones(100, dtype=np.uint8)]
+    own = [np.zeros(50, dtype=np.uint8), np.zeros(100, dtype=np.uint8)]
+    reader, _ = pair(make, lent)
+    with pytest.raises(TransportError, match=match):
+        reader.read("lender", stretches(*own), rows((0, 0, 8), row))
+    assert not own[0].any()
+    assert not own[1].any()
+
+
+def test_what_is_unknown_is_refused(make: Maker) -> None:
+    own = stretches(np.zeros(8, dtype=np.uint8))
+    reader, lender = pair(make, [np.ones(8, dtype=np.uint8)])
+    with pytest.raises(TransportError, match="not connected to other"):
+        reader.read("other", own, rows((0, 0, 8)))
+    lender.connect(reader.endpoint("plan"))
+    with pytest.raises(TransportError, match="reader: lends no memory"):
+        lender.read("reader", own, rows((0, 0, 8)))
+    with pytest.raises(TransportError, match="lender: memory is lent already"):
+        lender.lend(own)
+    reader.close()
+    with pytest.raises(TransportError, match="transport is closed"):
+        reader.read("lender", own, rows((0, 0, 8)))
+
+
+def test_a_lender_that_closes_is_noticed_before_a_read_and_after_one(make: Maker) -> None:
+    """What has been read of a lender that is gone by now may have been somebody else's memory."""
+    lent, own = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+    reader, lender = pair(make, [lent])
+    ticket = reader.read("lender", stretches(own), rows((0, 0, 8)))
+    lender.close()
+    with pytest.raises(PeerGoneError, match=r"lender: (has closed|is not on this loopback network)"):
+        wait_for(reader, ticket)
+    with pytest.raises(PeerGoneError, match="lender: "):
+        reader.read("lender", stretches(own), rows((0, 0, 8)))
+
+
+def test_a_forked_child_reads_nothing(make: Maker) -> None:
+    reader, _ = pair(make, [np.ones(8, dtype=np.uint8)])
+    child = os.fork()
+    if not child:
+        try:
+            reader.read("lender", stretches(np.zeros(8, dtype=np.uint8)), rows((0, 0, 8)))
+        except TransportError as error:
+            os._exit(int("forked child" in str(error)))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_neighbours_are_one_range_and_the_queue_is_bounded() -> None:
+    network = LoopbackNetwork(LoopbackPolicy(seed=2, max_delay=9, reorder=True))
+    lent, own = np.arange(200, dtype=np.uint8), np.zeros(200, dtype=np.uint8)
+    reader, _ = pair(network.transport, [lent])
+    joined = rows(*((at, at, 1) for at in range(50)))
+    apart = rows(*((at, at, 1) for at in range(51, 200, 2)))
+    for ticket in [reader.read("lender", stretches(own), joined), reader.read("lender", stretches(own), apart)]:
+        wait_for(reader, ticket)
+    (one, other) = network.records
+    assert (one.region, one.pieces, one.bytes) == (LENT, ((0, 50),), 50)
+    assert len(other.pieces) == 75
+    assert own[:50].tolist() == list(range(50))
+    assert own[51::2].tolist() == list(range(51, 200, 2))
+
+
+def test_transports_that_cannot_read_say_so() -> None:
+    transport = DeviceMemoryTransport("a", [FakeDevice(FakeDriver(prompt=True))])
+    with pytest.raises(TransportError, match="device_memory cannot lend memory"):
+        transport.lend(stretches(np.zeros(8, dtype=np.uint8)))
+
+
+def test_memory_that_vanished_is_an_error_and_no_crash() -> None:
+    """The addresses of an endpoint are not mapped any more; the range that is, is read."""
+    reader, lender = SharedMemoryTransport("reader"), SharedMemoryTransport("lender")
+    good, own = np.ones(4096, dtype=np.uint8), np.zeros(8192, dtype=np.uint8)
+    lender.lend(Stretches(np.array([good.ctypes.data, 4096]), np.array([4096, 4096])))
+    lender.open_flags(0)
+    reader.connect(lender.endpoint("plan"))
+    ticket = reader.read("lender", stretches(own), rows((4096, 0, 4096)))
+    with pytest.raises(TransportError, match="1 ranges cannot be read: Bad address"):
+        wait_for(reader, ticket)
+    here = np.array([[own.ctypes.data, good.ctypes.data, 4096], [own.ctypes.data + 4096, 4096, 4096]])
+    with pytest.raises(TransportError, match="of 8192 bytes could be read; part of the range is not mapped there"):
+        read_process(os.getpid(), here)
+
+
+@pytest.mark.parametrize(
+    "lent",
+    [Lent("", (1, 2), (3,)), Lent("", (1,), (-1,)), Lent("", (1 << 62,), (1,)), Lent("", (1, 1), (1 << 61, 1 << 61))],
+)
+def test_endpoints_whose_lent_memory_cannot_be_are_refused(lent: Lent) -> None:
+    with pytest.raises(TransportError, match="are no lent memory"):
+        Endpoint.from_bytes(Endpoint("w", "loopback", 1, "p", 0, "", (), lent).to_bytes())
+
+
+def test_lent_memory_of_a_strange_process_is_refused() -> None:
+    reader, lender = SharedMemoryTransport("reader"), SharedMemoryTransport("lender")
+    lender.open_flags(0)
+    good = lender.endpoint("plan")
+    for where in ("process/", "process/-1", "1234", "process/12/34"):
+        lie = Endpoint(
+            "lender", "shared_memory", good.incarnation, "plan", 0, good.flags_address, (), Lent(where, (1,), (1,))
+        )
+        with pytest.raises(TransportError, match="is no process of a shared memory endpoint"):
+            reader.connect(lie)
