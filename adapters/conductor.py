@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from adapters.connecting import connect
+from adapters.events import log_event
 from adapters.failures import ClosedError, DisagreementError, LostWorkerError, failure_of, raise_failure
 from adapters.fleet import Fleet
 from adapters.messages import Call, ConnectIntent, FromLead, SendIntent, ToLead
@@ -25,8 +26,6 @@ from transfer_exec.topology import Topology
 __all__ = ["Conductor"]
 
 _LISTEN_S = 0.5
-
-_log = logging.getLogger(__name__)
 
 
 class Conductor:
@@ -99,8 +98,9 @@ class Conductor:
                 waiting_since = None
 
     def _fail(self, error: Exception) -> None:
-        _log.debug("a transaction failed", exc_info=error)
-        self._steps.end_all(failure_of(error, ""))
+        failure = failure_of(error, "")
+        log_event("failed", self._trainers[0], level=logging.WARNING, phase=self._steps.phase, why=str(failure))
+        self._steps.end_all(failure)
 
     def _check_calls(self, calls: Mapping[str, Call], waited_s: float) -> bool:
         """Whether every trainer has called; raises what keeps the call from beginning.

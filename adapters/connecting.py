@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from adapters.connect_report import ConnectReport, describe_worker
 from adapters.duty_messages import Duty, GiveMap, MapGiven, Probe, Probed, Stay
+from adapters.events import log_event
 from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, UsageError, raise_failure
 from adapters.fleet import Fleet
 from adapters.messages import ConnectIntent, Roster
@@ -47,6 +48,7 @@ def connect(
     seconds: dict[str, float] = {}
     lost: dict[str, Failure] = {}
     listed = [f"engine/{name}" for name in intent.engines]
+    log_event("connecting", TRAINERS, engines=",".join(intent.engines), absent=",".join(absent))
     with _timed(seconds, "wait for engines"):
         _await_engines(steps, listed)
         kept = [group for group in fleet.present_engines() if group not in listed]
@@ -96,6 +98,8 @@ def connect(
         steps.end(group, None)
     layouts = len({one for each in digests.values() for one in each.values()})
     report = _describe(fleet, connection, intent, transport, seconds, layouts, lost)
+    took_s = sum(seconds.values())
+    log_event("connected", TRAINERS, engines=",".join(report.engines), lost=",".join(report.lost), seconds=took_s)
     steps.end(TRAINERS, None, report.to_bytes())
 
 

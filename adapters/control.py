@@ -28,6 +28,7 @@ from collections.abc import Callable
 import zmq
 
 from adapters.children import Children
+from adapters.events import log_event
 from adapters.failures import ClosedError, RendezvousError, UsageError, failure_of
 from adapters.handler import Handler
 from adapters.job_key import new_key
@@ -39,8 +40,6 @@ from transfer_exec.errors import DeadlineError
 __all__ = ["Post"]
 
 _TICK_S = 0.1
-
-_log = logging.getLogger(__name__)
 
 
 class Post:
@@ -167,7 +166,7 @@ class Post:
                 self._wait()
                 self._work()
         except BaseException as error:  # noqa: BLE001 - a thread's error must reach its owner, whatever it is
-            _log.error("%s: control thread ended", self._worker, exc_info=error)
+            log_event("broken", self._worker, level=logging.ERROR, why=repr(error))
             self._handler.broken(failure_of(error, self._worker))
         finally:
             with contextlib.suppress(Exception):

@@ -16,11 +16,11 @@ transfer, and the copies are installed when the ranks have stopped (Ready, Insta
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -52,6 +52,7 @@ from adapters.duty_messages import (
     Transfer,
     Transferred,
 )
+from adapters.events import log_event
 from adapters.failures import HookError, StaleError, VersionError
 from adapters.host_staging import HostCopies
 from adapters.own_load import OwnLoad
@@ -81,8 +82,6 @@ __all__ = ["Duties", "Hook", "Worker"]
 Hook = Callable[[], object]
 
 _CONNECT_S = 10.0
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +237,13 @@ class Duties:
 
     def _probe(self, start: float) -> Probed:
         worker = self._worker
-        found = probe(worker.load_weights, worker.parameters, worker.space, agree=self._session.agree)
+        found = probe(
+            worker.load_weights,
+            worker.parameters,
+            worker.space,
+            agree=self._session.agree,
+            progress=self._session.report,
+        )
         if worker.receives:
             found = leave_to_loader(found)
         self._probed = found
@@ -262,7 +267,7 @@ class Duties:
             self._storage = Storage.of(memory).only(sorted(takes_part))
             self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
-        self._proof = plan_proof(source_map, duty.cells, staged=staged)
+        self._proof = plan_proof(source_map, duty.cells, staged=staged, threads=torch.get_num_threads())
         self._own_load = None
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
@@ -279,7 +284,7 @@ class Duties:
             devices=placement.devices,
         )
         if self._transport.place:
-            _log.info("%s: peers reach it at %s, over %s", worker.name, self._transport.place, duty.transport)
+            log_event("reachable", worker.name, at=self._transport.place, over=duty.transport)
         beside = worker.staging  # what is written then are no parameters
         self._executor = Executor(
             program,
@@ -361,7 +366,9 @@ class Duties:
         executor = self._bound()
         self._session.on_cancel(executor.abort)
         try:
-            report = executor.run(version, trace=trace)
+            report = executor.run(
+                version, trace=trace, progress=partial(self._session.report, f"rounds, version {version}")
+            )
         finally:
             self._session.on_cancel(None)
         if self._copies is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from adapters.duty_messages import Attach, Bind, Bound, Result
+from adapters.events import log_event
 from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
 from adapters.messages import ConnectIntent, Member, Roster
 from adapters.planning import Connection, group_of, make_connection, topology_of_hosts
@@ -27,8 +28,6 @@ from transfer_exec.errors import UnheldError, UnreadableError
 from transfer_exec.topology import Topology
 
 __all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class Fleet:
             topology = topology_of_hosts(
                 {m.worker: m.host for m in members if m.worker in holders or m.worker in needers}
             )
-        return make_connection(
+        made = make_connection(
             holders,
             needers,
             topology,
@@ -167,6 +166,17 @@ class Fleet:
             allow_partial=intent.allow_partial,
             cast=intent.cast,
         )
+        log_event(
+            "plan",
+            TRAINERS,
+            trainers=len(holders),
+            engines=len({group_of(worker) for worker in needers}),
+            rollouts=len(needers),
+            rounds=made.plan.rounds,
+            planned_s=made.plan.load_s,
+            digest=made.plan.digest()[:12],
+        )
+        return made
 
     def compile(self, connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
         """Every worker's program, what it must digest, and whom it writes to."""
@@ -211,7 +221,9 @@ class Fleet:
         for failure in failures.values():
             if failure.kind == UnreadableError.__name__:
                 self.unreadable = str(failure)
-                _log.warning("%s; everything goes in rounds", failure)
+                log_event(
+                    "unreadable", failure.worker, level=logging.WARNING, why=f"{failure}; everything goes in rounds"
+                )
                 raise_failure(failure)
         failures |= self._steps.absent(results)
         if failures:
@@ -237,7 +249,10 @@ class Fleet:
         if not groups:
             raise LostWorkerError(f"{', '.join(gone)}: gone since connect; start it again and call connect")
         if gone:
-            _log.warning("%s: gone since connect, left out from now on", ", ".join(gone))
+            for group in gone:
+                log_event(
+                    "left_out", group, self.engines[group].version, level=logging.WARNING, why="gone since connect"
+                )
             self.engines = {group: self.engines[group] for group in groups}
         self.route(groups)
         return groups
@@ -269,7 +284,10 @@ class Fleet:
                 "and call connect"
             ) from error
         if gone:
-            _log.warning("%s: gone since connect; the others hold everything and go on", ", ".join(gone))
+            for worker in gone:
+                log_event(
+                    "done_without", worker, level=logging.WARNING, why="gone since connect; others hold everything"
+                )
         transport = next(iter(self.bindings.values())).bind.transport
         self.bindings = self.compile(self.connection, transport, verify=self.intent.verify)
         self._routed = set(groups)
@@ -279,7 +297,7 @@ class Fleet:
         """Leave engines out until a connect names them again."""
         for group in groups:
             self.engines.pop(group, None)
-            _log.warning("%s: left out of updates until a connect names it", group)
+            log_event("forgotten", group, level=logging.WARNING, why="left out of updates until a connect names it")
 
     def connected(
         self,

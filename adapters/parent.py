@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from adapters.events import log_event
 from adapters.failures import AuthenticationError, Failure, LostWorkerError, RendezvousError, UsageError
 from adapters.greeting import LIBRARY
 from adapters.handler import Handler
@@ -36,8 +37,6 @@ _REFUSED_FOR_S = 5.0
 _ANSWERS_WITHIN_S = 2.0
 _LOOK_AGAIN_MS = 20
 _ROUND_MESSAGES = 256
-
-_log = logging.getLogger(__name__)
 
 
 class Parent:
@@ -158,7 +157,7 @@ class Parent:
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self.trouble:
             self.trouble = trouble
-            _log.warning("%s: %s", self._worker, trouble)
+            log_event("unreached", self._worker, level=logging.WARNING, parent=self._name, why=trouble)
 
     def _read(self, data: bytes) -> None:
         try:
@@ -170,6 +169,7 @@ class Parent:
             case Welcome() if not self.uplink.joined:
                 self.uplink.joined = True
                 self._refused_since, self.trouble = 0.0, ""
+                log_event("reached", self._worker, parent=self._name)
                 self._handler.parent_joined()
             case Refused(failure=failure, final=final) if not self.uplink.joined:
                 self.uplink.close()
@@ -191,6 +191,7 @@ class Parent:
         self.uplink.close()
         self._next_try = time.monotonic() + _LOOK_UP_EVERY_S
         failure = Failure(LostWorkerError.__name__, self._worker, f"{self._name}: its connection closed")
+        log_event("parent_lost", self._worker, level=logging.WARNING, parent=self._name)
         self._handler.parent_lost(failure, final=False)
 
 

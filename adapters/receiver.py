@@ -17,7 +17,9 @@ bytes land in host memory first, beside the caller, and only installing them hap
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -27,6 +29,7 @@ from adapters.arguments import JsonValue, decode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.duties import Duties, Hook, Worker
 from adapters.duty_messages import Duty, Install, Prepare, Publish, Result, Transfer
+from adapters.events import log_event
 from adapters.failures import Failure, StaleError, TornError, UsageError
 from adapters.messages import End
 from adapters.probe_live import Parameters
@@ -282,6 +285,8 @@ class ReceiverAdapter:
             self._state = State.TORN if torn and self._update is None else State.IDLE
         if isinstance(outcome, End):
             self._last_failure = outcome.failure
+            if self._state is State.TORN:
+                log_event("torn", self._station.worker, level=logging.WARNING, why=str(outcome.failure))
             if outcome.failure is not None and self._state is State.TORN:
                 raise TornError(
                     f"{self._station.worker}: an update failed after it had begun to write, so this rank is torn and "
@@ -290,6 +295,9 @@ class ReceiverAdapter:
             self._connected = self._connected or outcome.failure is None
             return None
         self._last_failure = None
+        assert self._update is not None
+        received, stall_s = sum(self._update.report.bytes_received), time.monotonic() - self._duties.stalled_since
+        log_event("activated", self._station.worker, self._version, bytes=received, stall_s=stall_s)
         return self._update
 
     def _note_end(self, end: End) -> None:

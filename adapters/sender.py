@@ -28,9 +28,11 @@ from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties, Worker
 from adapters.duty_messages import Duty, Stage, Transfer
+from adapters.events import log_event
 from adapters.failures import Failure, StaleError, UsageError, failure_of, raise_failure
 from adapters.messages import ConnectIntent, End, Intent, SendIntent
 from adapters.probe_live import Parameters
+from adapters.probe_worker import Progress
 from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.session import Session
@@ -95,13 +97,21 @@ class PendingUpdate:
     """
 
     def __init__(
-        self, version: int, txn: int, session: Session, *, patience_s: float, trace: str | Path | None = None
+        self,
+        version: int,
+        txn: int,
+        session: Session,
+        *,
+        patience_s: float,
+        trace: str | Path | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._version = version
         self._txn = txn
         self._session = session
         self.patience_s = patience_s
         self.trace = trace
+        self._progress = progress
         self._end: End | None = None
 
     @property
@@ -129,7 +139,7 @@ class PendingUpdate:
             Why some engine does not have the version; the message names them.
         """
         waited_s = self.patience_s if timeout_s is None else timeout_s
-        end = self._wait(waited_s)
+        end = self._wait(waited_s, self._progress)
         if end is None:
             raise DeadlineError(f"version {self._version}: not confirmed by every engine within {waited_s:g} s")
         if end.failure is not None:
@@ -144,9 +154,9 @@ class PendingUpdate:
         end = self._wait(within_s)
         return end is not None and end.failure is None
 
-    def _wait(self, timeout_s: float) -> End | None:
+    def _wait(self, timeout_s: float, progress: Progress | None = None) -> End | None:
         if self._end is None:
-            self._end = self._session.wait_end(self._txn, timeout_s)
+            self._end = self._session.wait_end(self._txn, timeout_s, progress)
         return self._end
 
 
@@ -265,6 +275,7 @@ class SenderAdapter:
         topology: Topology | None = None,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         allow_partial: Collection[str] = (),
+        progress: Progress | None = None,
     ) -> ConnectReport:
         """Find out what everybody holds and needs, plan, and get ready to send; collective over the trainers.
 
@@ -279,6 +290,9 @@ class SenderAdapter:
             Budget per worker and round.
         allow_partial
             Checkpoint tensors or parameters that may keep old values where no trainer holds them.
+        progress
+            Called as ``progress(what, done, total)``, on this thread, with every step of this rank and with what it
+            waits for; on rank 0 also with every engine that is done. What it raises ends the call.
 
         Returns
         -------
@@ -309,7 +323,7 @@ class SenderAdapter:
             raise UsageError("connect needs the name of at least one engine")
         if self._station.conductor is not None:
             self._station.conductor.offer_topology(topology)
-        end = self._call(intent, b"", None)
+        end = self._call(intent, b"", None, progress=progress)
         assert isinstance(end, End)
         if end.failure is not None:
             raise_failure(end.failure)
@@ -328,6 +342,7 @@ class SenderAdapter:
         ready_event: ReadyEvent | None = None,
         *,
         trace: str | Path | None = None,
+        progress: Progress | None = None,
     ) -> PendingUpdate:
         """Send this rank's part of a new version; collective over the trainers.
 
@@ -345,6 +360,8 @@ class SenderAdapter:
         trace
             Trace the update, on all ranks or on none; rank 0's ``result()`` writes a Chrome trace to this path
             (`transfer_exec.trace`). Times of several hosts are not on one clock.
+        progress
+            As for `connect`, with every round of this rank; ``result()`` goes on calling it.
 
         Raises
         ------
@@ -360,10 +377,12 @@ class SenderAdapter:
         failure = self._why_not(ready_event)
         session = self._station.session
         self._duties.stalled_since = called_at
-        outcome = self._call(intent, data, failure, until=Stage if self._staging else Transfer)
+        until = Stage if self._staging else Transfer
+        outcome = self._call(intent, data, failure, until=until, progress=progress)
         if isinstance(outcome, End):
             late = "took no part: it came after the last connect; call connect on every trainer rank"
             raise_failure(outcome.failure or Failure(StaleError.__name__, self._station.worker, late))
+        log_event("sent", self._station.worker, version, seconds=time.monotonic() - called_at)
         if self._staging:
             self._beside = threading.Thread(
                 target=partial(self._go_on, outcome), name=f"transload update {version}", daemon=True
@@ -371,7 +390,7 @@ class SenderAdapter:
             self._beside.start()
         path = trace if self._rank == 0 else None
         patience_s = (_STEPS_BESIDE if self._staging else _STEPS_AFTER) * self._deadline_s
-        self._pending = PendingUpdate(version, outcome, session, patience_s=patience_s, trace=path)
+        self._pending = PendingUpdate(version, outcome, session, patience_s=patience_s, trace=path, progress=progress)
         return self._pending
 
     def close(self) -> None:
@@ -381,13 +400,19 @@ class SenderAdapter:
         self._duties.close()
 
     def _call(
-        self, intent: Intent, metadata: bytes, failure: Failure | None, until: type[Duty] | None = None
+        self,
+        intent: Intent,
+        metadata: bytes,
+        failure: Failure | None,
+        *,
+        until: type[Duty] | None = None,
+        progress: Progress | None,
     ) -> End | int:
         """Make a collective call and do this rank's part; however it is left, the others hear of it."""
         session = self._station.session
         try:
             after = session.call(intent, metadata, failure)
-            return session.serve(self._duties.perform, after=after, until=until)
+            return session.serve(self._duties.perform, after=after, until=until, progress=progress)
         except BaseException as error:
             session.abandon(error)
             raise

@@ -100,6 +100,7 @@ class Session:
         self._declined = 0
         self._left_early = 0
         self._serving = False
+        self._progress: Progress | None = None
         self._called: Call | None = None
         self._withdrawn: Failure | None = None
         self._unheard: Failure | None = None
@@ -202,18 +203,18 @@ class Session:
             If neither duty nor end comes.
         """
         try:
-            self._serving = True
+            self._serving, self._progress = True, progress
             while True:
                 ask = self._next(after)
                 if isinstance(ask, End):
                     return ask
                 if isinstance(ask, Note):
-                    _tell(progress, ask.what, ask.done, ask.total)
+                    self.report(ask.what, ask.done, ask.total)
                     continue
                 phase = phase_of(ask.duty, ask.of)
-                _tell(progress, phase, 0, 1)
+                self.report(phase, 0, 1)
                 well = self._reply(perform, ask)
-                _tell(progress, phase, 1, 1)
+                self.report(phase, 1, 1)
                 if well and until is not None and isinstance(ask.duty, until):
                     with self._changed:
                         self._polls.release(self._polls.ballot)
@@ -223,7 +224,12 @@ class Session:
             self.abandon(error)
             raise
         finally:
-            self._serving, self._called = False, None
+            self._serving, self._called, self._progress = False, None, None
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Tell the caller how far something is; from the thread that serves."""
+        if self._progress is not None:
+            self._progress(what, done, total)
 
     def abandon(self, error: BaseException) -> None:
         """The caller is about to leave its call by an exception: whoever counts on this rank must hear of it at once.
@@ -269,8 +275,9 @@ class Session:
                     self._changed.wait(left)
                 notes = list(self._notes)
                 self._notes.clear()
-            for note in notes:
-                _tell(progress, note.what, note.done, note.total)
+            if progress is not None:
+                for note in notes:
+                    progress(note.what, note.done, note.total)
             if over:
                 return self._ends.get(txn)
 
@@ -461,8 +468,3 @@ class Session:
                 return False
         self._send_up(answer)
         return answer.failure is None
-
-
-def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(what, done, total)

@@ -11,6 +11,7 @@ has joined, and calls of trainers, which wait until the conductor looks at them.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from enum import Enum
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from adapters.duty_messages import Duty, Stay
+from adapters.events import log_event
 from adapters.failures import ClosedError, Failure, LostWorkerError, raise_failure
 from adapters.messages import Call, Cancel, End, FromLead, Gathered, Note, Relay, Roster, Stop, ToLead, phase_of
 from adapters.paths import Answers, Path, Paths
@@ -134,6 +136,11 @@ class Steps:
         """Of every step."""
         return self._deadline_s
 
+    @property
+    def phase(self) -> str:
+        """The step that was begun last, in words."""
+        return self._phase
+
     def hear(self, item: FromLead | GroupLost) -> None:
         """Take something from a lead; any thread may call it."""
         self._inbox.put(item)
@@ -247,6 +254,7 @@ class Steps:
             # One that only points to another's failure says less.
             raise_failure(min(failures.values(), key=lambda failure: failure.echo))
         for group, failure in failures.items():
+            log_event("left_out", group, level=logging.WARNING, phase=self._phase, why=str(failure))
             self.end(group, failure)
         lost |= failures
         return left
@@ -325,6 +333,7 @@ class Steps:
             only_stays = what is not STOP and all(isinstance(duty, Stay) for duty in what)
             self._phases[group] = self._phase if only_stays else _phase_of({group: what}, self._of)
         self._asked.update(self._phases[group] for group in say)
+        log_event("step", TRAINERS, level=logging.DEBUG, phase=self._phase, groups=len(say))
         note = Note(self._txn, self._phase, 0, len(say), self._deadline_s + _NOTE_MARGIN_S)
         for group in self._engaged:
             if group not in say and (told is None or group in told):
@@ -366,11 +375,14 @@ class Steps:
     def _sort(self, item: FromLead | GroupLost | None) -> None:
         match item:
             case Roster(group=group):
+                if is_complete(item) and not is_complete(self.rosters.get(group)):
+                    log_event("joined", group, max((m.version for m in item.members if m.version), default=None))
                 if group == TRAINERS:
                     self._note_trainers(item)
                 self.rosters[group] = item
-            case GroupLost(group, _):
-                self.rosters.pop(group, None)
+            case GroupLost(group, reason):
+                if self.rosters.pop(group, None) is not None:
+                    log_event("lost", group, level=logging.WARNING, why=reason)
             case Call(worker=worker, after=after):
                 if after >= self._last_ended or (after == 0 and worker in self._fresh):
                     self.calls[worker] = item

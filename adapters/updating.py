@@ -11,6 +11,7 @@ others are torn if written. A failure of the trainers ends the update for everyb
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from adapters.duty_messages import (
     Transfer,
     Transferred,
 )
+from adapters.events import log_event
 from adapters.failures import DisagreementError, Failure, VersionError
 from adapters.fleet import Fleet
 from adapters.paths import Answers, Path
@@ -55,6 +57,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
             raise VersionError(f"version {version} is not newer than {known}, which {group} has; they must grow")
     intent = fleet.intent
     assert intent is not None
+    log_event("sending", TRAINERS, version, engines=len(groups))
     if intent.staging:
         # First of all: the callers wait for it, and for nothing else.
         steps.run({TRAINERS: (Stage(version),)})
@@ -138,7 +141,10 @@ class _Engines:
             landed = self.fleet.by_worker({group: moved})
             assert self.fleet.connection is not None
             digests = {w: result.digests for w, result in landed.items() if isinstance(result, Transferred)}
+            log_event("landed", group, self.version)
             check_digests(self.fleet.connection.correspondence, self.sent, digests)
+            if self.fleet.intent is not None and self.fleet.intent.verify != "off":
+                log_event("verified", group, self.version, how=self.fleet.intent.verify)
         return _Landed(moved)
 
     def activate(self, group: str, landed: _Landed) -> Path[Say, _Landed]:
@@ -151,6 +157,7 @@ class _Engines:
         installed = yield (Install(self.version),)
         published = yield (Publish(self.version),)
         self.fleet.engines[group] = replace(self.fleet.engines[group], version=self.version)
+        log_event("activated", group, self.version)
         self.steps.end(group, None)
         return landed._replace(installed=installed, published=published)
 
@@ -239,7 +246,9 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:
     assessed, silent = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
     for group in groups:
         wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
-        steps.end(group, failure, torn=wrote or group in silent)
+        torn = wrote or group in silent
+        log_event("torn" if torn else "not_updated", group, level=logging.WARNING, why=str(failure))
+        steps.end(group, failure, torn=torn)
     steps.end_all(failure)
 
 

@@ -173,7 +173,9 @@ class Executor:
             self._connected.add(peer)
         self._reads = Reads(self._reads.memory, dict(self._chunks(endpoints)))
 
-    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
+    def run(
+        self, version: int, *, trace: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
@@ -182,6 +184,8 @@ class Executor:
             Greater than that of any earlier run, and the same on all workers.
         trace
             Keep spans in the report (`transfer_exec.trace`).
+        progress
+            Told how many rounds are over, and of how many.
 
         Raises
         ------
@@ -197,17 +201,22 @@ class Executor:
         """
         steps = self.start(version, self._pool, trace=trace)
         previous: Wait | None = None
-        since = 0.0
+        since, reached = 0.0, 0
         try:
             while True:
                 try:
                     wait = next(steps)
                 except StopIteration as done:
                     report: WorkerReport = done.value
+                    if progress is not None:
+                        progress(self._program.rounds, self._program.rounds)
                     return report
                 now = time.monotonic()
                 if wait is not previous:
                     since = now
+                    if progress is not None and wait.round > reached:
+                        reached = wait.round
+                        progress(reached, self._program.rounds)
                 if self._abort_reason:
                     raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
                 if now - since > self._deadline_s and not wait.on_itself:
