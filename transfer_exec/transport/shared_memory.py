@@ -164,9 +164,10 @@ class SharedMemoryTransport(CheckedTransport[Future[None]]):
             raise TransportError(f"{self.worker}: transport is closed") from error
 
     def _ended(self, posted: Future[None]) -> bool:
-        if posted.done():
+        ended = posted.done()
+        if ended:
             posted.result()
-        return posted.done()
+        return ended
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
         address = self._reached[peer.worker].flags.ctypes.data + _HEADER_BYTES + _FLAG_BYTES * channel
