@@ -123,16 +123,23 @@ def rows() -> list[Row]:
 
 def probe_rows(size: str, layers: int, repeats: int = 5) -> list[Row]:
     """Seconds of a probe against seconds of a plain load, in turns; and its memory."""
+    value, floor = _probe_and_plain_load(layers, repeats)
+    return [
+        Row.against_floor(f"probe {size}", value=value, unit="s", floor=floor, bar=8.0),
+        peak_row(f"memory {size}", f"moe_worker({layers})", 0.15),
+    ]
+
+
+def _probe_and_plain_load(layers: int, repeats: int) -> tuple[float, float]:
+    """Medians; the worker's memory is free again afterwards."""
     space, live = moe_space(layers), moe_parameters(layers)
     one = {spec.name: torch.full(spec.shape, 0.01, dtype=torch.bfloat16) for spec in moe_space(1).specs}
     real = [(spec.name, one[_in_layer_0(spec.name)]) for spec in space.specs]
-    value, floor = interleaved_medians(
+    return interleaved_medians(
         lambda: probe(lambda weights: moe_load(live, weights), live, space),
         lambda: moe_load(live, real),
         repeats=repeats,
     )
-    peak = peak_row(f"memory {size}", f"moe_worker({layers})", 0.15)
-    return [Row.against_floor(f"probe {size}", value=value, unit="s", floor=floor, bar=8.0), peak]
 
 
 def _in_layer_0(name: str) -> str:
