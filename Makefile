@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench install clean
+.PHONY: demo test check bench gpu install clean
 
 demo: install
 	$(BIN)/transload demo
@@ -21,6 +21,10 @@ check: install
 
 bench: install
 	$(BIN)/transload bench
+
+# On a machine with a GPU: correctness, then ratios to the driver's copies.
+gpu: install
+	$(BIN)/python -m pytest -q -s -m gpu tests
 
 install: $(INSTALLED)
 

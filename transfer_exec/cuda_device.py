@@ -179,6 +179,7 @@ class CudaDevice:
         if not 0 <= start < handle.size_bytes:
             raise TransportError(f"byte {start} is outside of the {handle.size_bytes} bytes that are shared")
         if mine:  # CUDA maps memory of other processes only; this is where it is
+            self._meet(handle.device)
             return own_address + start
         own = msgspec.structs.replace(handle, device=self._device.index)
         try:
@@ -193,6 +194,15 @@ class CudaDevice:
     def let_go(self, address: int) -> None:
         """See `Device.let_go`."""
         self._mapped.pop(address, None)
+
+    def _meet(self, other: int) -> None:
+        """Let this device's kernels reach another one's memory in this process."""
+        if other == self._device.index:
+            return
+        if not torch.cuda.can_device_access_peer(self._device, other):
+            raise TransportError(f"{self.name} cannot reach memory of cuda:{other}; use shared_memory")
+        # torch lets two devices meet when it copies between them, and not before.
+        torch.zeros(1, device=self._device).copy_(torch.zeros(1, device=f"cuda:{other}"))
 
     def _base_of(self, memory: Memory) -> int | None:
         for base, (tensor, _) in self._allocated.items():

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -84,38 +81,6 @@ def test_tiles_cover_every_word_once() -> None:
                 covered[row] += min(SIDE, length - word) * min(SIDE, count - run)
     assert np.array_equal(covered, table[:, 6] * table[:, 7])
     assert int((covered * word_bytes).sum()) == int((rows[:, 6] * rows[:, 7]).sum()) * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_every_piece_size_agrees_and_is_as_fast_as_memory() -> None:
-    """Correct for every size; the ratio to a device-to-device copy is printed, never asserted."""
-    device = torch.device("cuda")
-    total = 1 << 28
-    source = torch.randint(0, 255, (total,), dtype=torch.uint8, device=device)
-    for size in (65536, 4096, 256, 64):
-        target = torch.zeros_like(source)
-        order = torch.randperm(total // size)
-        rows = np.zeros((total // size, 9), dtype=np.int64)
-        rows[:, 0] = source.data_ptr() + order.numpy() * size
-        rows[:, 3] = target.data_ptr() + np.arange(total // size) * size
-        rows[:, [1, 4, 6, 7]] = 1, 1, size, 1
-        job = TritonKernels(device).prepare(rows, packing=True)
-        job.run()
-        assert torch.equal(target.view(-1, size), source.view(-1, size)[order.to(device)])
-        floor = _seconds(partial(target.copy_, source))
-        print(f"{size} bytes a piece: {floor / _seconds(job.launch):.2f} of a copy")
-
-
-def _seconds(work: Callable[[], object], times: int = 10) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    work()
-    begin.record()
-    for _ in range(times):
-        work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / times
 
 
 def test_rows_are_prepared_without_a_gpu_and_the_reference_is_an_equal_backend() -> None:
