@@ -1,0 +1,120 @@
+"""Bytes that go straight from parameter to parameter: what connect decides and reports, and what failures do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.connect_report import ConnectReport
+from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.adapters.crew import Crew, Outcome
+from tests.adapters.toy import Holding, Pairs, same_bits
+from transfer_exec.errors import TransportError
+from transfer_exec.report import TransferReport
+from transfer_exec.transport.shared_memory import SharedMemoryTransport
+
+SHAPES = {"long": (64, 64), "turned": (64, 64), "short": (8,)}
+SPACE = CheckpointSpace([TensorSpec(name, shape, "F32") for name, shape in SHAPES.items()])
+LONG_BYTES = 64 * 64 * 4
+
+
+def holding(*, turn: bool, parts: Mapping[str, slice] | None = None, scattered: bool = False) -> Holding:
+    """All tensors, or some rows of them; turned means transposed, scattered every second column of wider memory."""
+    rows = parts or {}
+
+    def load(live: dict[str, torch.Tensor], pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            mine = tensor[rows.get(name, slice(None))]
+            live[name].copy_(mine.t() if turn and name == "turned" else mine)
+
+    tensors = {}
+    for name, shape in SHAPES.items():
+        kept = torch.zeros(shape)[rows.get(name, slice(None))]
+        made = torch.zeros(*kept.shape[:-1], 2 * kept.shape[-1])[..., ::2] if scattered else torch.zeros(kept.shape)
+        tensors[name] = made.t() if turn and name == "turned" else made
+    return Holding(tensors, load)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a version."""
+    made = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()}
+
+
+def connect(crew: Crew) -> ConnectReport:
+    report = crew.connect()[0]
+    assert isinstance(report, ConnectReport)
+    return report
+
+
+def send(crew: Crew, version: int) -> list[Outcome[TransferReport]]:
+    """Fill the trainers and send; every trainer's outcome."""
+    for each in crew.holdings:
+        each.load_weights(weights(version).items())
+    return crew.trainers(lambda sender, rank: sender.send_weights(version).result())
+
+
+def sent_directly(crew: Crew, version: int) -> int:
+    """Send a version, check what landed, and say how much went directly."""
+    outcomes = send(crew, version)
+    for one in crew.rollouts.values():
+        other = one.holding.fresh()
+        other.load_weights(weights(version).items())
+        assert same_bits(one.holding.tensors, other.tensors)
+    report = outcomes[0].value
+    assert report is not None, outcomes[0].error
+    return report.workers["engine/a/0"].direct_bytes
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_what_lies_alike_goes_directly_and_the_report_says_so(tmp_path: Path, scattered: bool) -> None:
+    halves = {"long": slice(0, 32), "turned": slice(0, 32)}
+    trainers = [holding(turn=False, parts=halves), holding(turn=False, parts={n: slice(32, 64) for n in halves})]
+    rollout = holding(turn=True, scattered=scattered)
+    with Crew(tmp_path, trainers, {"a": [rollout]}, checkpoint=SPACE) as crew:
+        report = connect(crew)
+        assert report.unreadable == ""
+        assert report.worker("engine/a/0").direct_bytes == (0 if scattered else LONG_BYTES)
+        assert sum(report.worker(f"trainer/{k}").direct_bytes for k in (0, 1)) == (0 if scattered else LONG_BYTES)
+        assert ("of them directly" in str(report)) is not scattered
+        for version in (1, 2):
+            assert sent_directly(crew, version) == (0 if scattered else LONG_BYTES)
+
+
+def test_where_memory_may_not_be_read_everything_goes_in_rounds_and_connect_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = "transfer_exec.transport.shared_memory.why_not_process"
+    monkeypatch.setattr(refused, lambda pid, address: "Operation not permitted")
+    trainer, rollout = holding(turn=False), holding(turn=True)
+    with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE) as crew:
+        report = connect(crew)
+        assert (
+            "trainer/0: its memory cannot be read with process_vm_readv: Operation not permitted" in report.unreadable
+        )
+        assert "nothing goes directly: engine/a/0: trainer/0: its memory" in str(report)
+        assert {one.direct_bytes for one in report.workers} == {0}
+        assert sent_directly(crew, 1) == 0
+        monkeypatch.undo()
+        assert connect(crew).worker("engine/a/0").direct_bytes == LONG_BYTES, "a later connect looks again"
+
+
+def test_a_direct_read_that_fails_leaves_the_engine_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel has run: everything but a few short tensors is direct, and the first read fails."""
+    trainer, rollout = holding(turn=False), holding(turn=False)
+    with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE, deadline_s=10.0) as crew:
+        connect(crew)
+
+        def fail(*_: object) -> None:
+            raise TransportError("process 7: 1 ranges cannot be read: Bad address")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedMemoryTransport, "_fetch", fail)
+            (outcome,) = send(crew, 1)
+        assert "1 ranges cannot be read" in str(outcome.error)
+        assert crew.rollouts["a/0"].adapter.state.name == "TORN"
+        connect(crew)
+        assert sent_directly(crew, 2) == 2 * LONG_BYTES
