@@ -152,11 +152,11 @@ class HostCopies:
             # Filled, since memory that was never touched is slow when it is first written.
             arena = torch.empty(offset, dtype=torch.uint8, pin_memory=pinned).fill_(0)
         self.arena = arena
+        self._job = self._prepare(live)
         self.tensors: dict[str, torch.Tensor] = {}
         for place, shared in zip(self._places, alike.values(), strict=True):
             inside = self._inside(place, live[place.name].dtype)
             self.tensors.update(dict.fromkeys(shared, inside.permute(np.argsort(place.axes).tolist())))
-        self._job = self._prepare(live)
 
     @property
     def bytes(self) -> int:
@@ -233,7 +233,7 @@ def _place(source_map: SourceMap, name: str, tensor: torch.Tensor, offset: int, 
     width = dtype_of(entry.dtype).item_bytes
     whole = not outwards or int(entry.copies.extents.prod(axis=1).sum()) == entry.elements
     axes: Sequence[int] = range(len(entry.shape))
-    if whole:
+    if whole and tensor.dim() == len(entry.shape):
         # In the order of memory the copy is one long run; which elements there are does not depend on the order.
         strides = tensor.stride()
         axes = sorted(axes, key=lambda axis: (-strides[axis], axis))
@@ -264,7 +264,7 @@ def _rows_of(
 
 
 def _in_order(tensor: torch.Tensor, place: _Place) -> torch.Tensor:
-    return tensor.permute(place.axes)
+    return tensor.permute(place.axes) if tensor.dim() == len(place.axes) else tensor
 
 
 def _mask(place: _Place) -> npt.NDArray[np.bool_]:

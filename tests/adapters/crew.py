@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from adapters.planning import make_connection, topology_of_hosts
 from adapters.probing import probe
@@ -104,9 +104,12 @@ class Crew:
         verify: str = "digest",
         cast: bool = False,
         transport: str = "auto",
+        staging: Collection[str] = (),
+        activation: Literal["engine", "fleet"] = "engine",
     ) -> None:
+        """``staging`` names engines that stage, and ``"trainer"`` where trainers do."""
         compile_kernels()
-        self._transport = transport
+        self._transport, self._staging = transport, staging
         self._folder, self._checkpoint, self._deadline_s = folder, checkpoint, deadline_s
         self.holdings = list(trainers)
         self.senders = [
@@ -120,6 +123,8 @@ class Crew:
                 verify=verify,
                 cast=cast,
                 transport=transport,
+                staging="trainer" in staging,
+                activation=activation,
                 deadline_s=deadline_s,
             )
             for rank, holding in enumerate(trainers)
@@ -130,19 +135,25 @@ class Crew:
 
     def start_engine(self, engine: str, holdings: Sequence[Holding], **hooks: Callable[[], object]) -> None:
         for rank, holding in enumerate(holdings):
-            adapter = ReceiverAdapter(
-                holding.load_weights,
-                holding.parameters,
-                self._checkpoint,
-                engine=engine,
-                rank=rank,
-                world_size=len(holdings),
-                rendezvous=self._folder,
-                transport=self._transport,
-                deadline_s=self._deadline_s,
-                **hooks,  # type: ignore[arg-type]
-            )
-            self.rollouts[f"{engine}/{rank}"] = Rollout(adapter, holding)
+            self.start_rank(engine, rank, holding, len(holdings), **hooks)
+
+    def start_rank(
+        self, engine: str, rank: int, holding: Holding, world_size: int, **hooks: Callable[[], object]
+    ) -> None:
+        adapter = ReceiverAdapter(
+            holding.load_weights,
+            holding.parameters,
+            self._checkpoint,
+            engine=engine,
+            rank=rank,
+            world_size=world_size,
+            rendezvous=self._folder,
+            transport=self._transport,
+            staging=engine in self._staging,
+            deadline_s=self._deadline_s,
+            **hooks,  # type: ignore[arg-type]
+        )
+        self.rollouts[f"{engine}/{rank}"] = Rollout(adapter, holding)
 
     def trainers(self, call: Callable[[SenderAdapter, int], T]) -> list[Outcome[T]]:
         """Call something on every trainer at the same time."""
