@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench gpu install clean
+.PHONY: demo test check bench soak gpu install clean
 
 demo: install
 	$(BIN)/transload demo
@@ -25,6 +25,9 @@ bench: install
 # On a machine with a GPU: correctness, then ratios to the driver's copies.
 gpu: install
 	$(BIN)/python -m pytest -q -s -m gpu tests
+
+soak: install
+	$(BIN)/transload soak --trials 300
 
 install: $(INSTALLED)
 

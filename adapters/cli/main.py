@@ -101,6 +101,35 @@ def bench(
 
 
 @app.command()
+def soak(
+    trials: Annotated[int, typer.Option(min=1, help="How many workers to kill, freeze or cut off.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first trial; a trial's own makes it again.")] = 0,
+    mode: Annotated[str | None, typer.Option(help="Only plain, ss, rs or ss+rs (staging).")] = None,
+    fault: Annotated[str | None, typer.Option(help="Only kill, freeze or cut.")] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, help="No fault: so many updates in a row; does anything grow?")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Fault trials of a source checkout: count hangs, wrong bytes, failed survivors and recoveries; all must be 0.
+
+    A worker of a job of six is killed, frozen or cut off at a random moment of an update. Exits with status 1 if
+    anything went wrong.
+    """
+    from adapters.cli.soak import SoakError, run_trials, run_updates
+
+    try:
+        if updates is not None:
+            ok = run_updates(updates, mode=mode, as_json=as_json).ok
+        else:
+            ok = run_trials(trials, seed=seed, mode=mode, fault=fault, as_json=as_json).ok
+    except SoakError as error:
+        _fail(str(error))
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def plan(
     file: _DeploymentFile = None,
     maps: _SavedMaps = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -70,37 +71,59 @@ class Trainer:
         self.load_weights((name, truth(name, shape, version)) for name, shape in self.tensors.items())
 
 
+class _Place(NamedTuple):
+    """Where a rank keeps its part of a tensor: rows of a parameter, which part of the tensor."""
+
+    parameter: str
+    rows: slice
+    part: tuple[slice, ...]
+
+
 class Rollout:
-    """Everything, with q, k and v in one matrix, and gate and up in another."""
+    """One rank's part of everything, with q, k and v in one matrix, and gate and up in another.
 
-    _PARTS = ("q", "k", "v"), ("gate", "up")
+    Matrices that end a block (o and down) are cut into columns, all others into rows.
+    """
 
-    def __init__(self, tensors: Shapes) -> None:
+    _FUSED = ("q", "k", "v"), ("gate", "up")
+
+    def __init__(self, tensors: Shapes, rank: int = 0, world_size: int = 1) -> None:
         self.tensors = tensors
-        self._places: dict[str, tuple[str, int]] = {}
+        self._places: dict[str, _Place] = {}
         self.live: dict[str, torch.Tensor] = {}
         for name, shape in tensors.items():
-            layer, _, part = name.partition(".")
-            fused = next((parts for parts in self._PARTS if part in parts), None)
-            if fused is None:
-                self._places[name] = (name, 0)
-                self.live[name] = torch.zeros(shape, dtype=torch.bfloat16)
-            else:
-                whole = f"{layer}.{''.join(fused)}"
-                self._places[name] = (whole, fused.index(part) * shape[0])
-                self.live[whole] = torch.zeros(len(fused) * shape[0], *shape[1:], dtype=torch.bfloat16)
+            layer, _, kind = name.partition(".")
+            axis = 1 if kind in ("o", "down") else 0
+            cut = slice(shape[axis] * rank // world_size, shape[axis] * (rank + 1) // world_size)
+            mine = list(shape)
+            mine[axis] = cut.stop - cut.start
+            fused = next((kinds for kinds in self._FUSED if kind in kinds), (kind,))
+            parameter = f"{layer}.{''.join(fused)}" if kind else name
+            start = fused.index(kind) * mine[0]
+            self._places[name] = _Place(parameter, slice(start, start + mine[0]), (*[slice(None)] * axis, cut))
+            self.live[parameter] = torch.zeros(len(fused) * mine[0], *mine[1:], dtype=torch.bfloat16)
 
     def load_weights(self, pairs: Pairs) -> None:
         """Put every tensor where it belongs."""
         for name, tensor in pairs:
-            where, row = self._places[name]
-            self.live[where][row : row + tensor.shape[0]].copy_(tensor)
+            place = self._places[name]
+            self.live[place.parameter][place.rows].copy_(tensor[place.part])
+
+    def fill(self, version: int) -> None:
+        """Hold a version's values."""
+        self.load_weights((name, truth(name, shape, version)) for name, shape in self.tensors.items())
 
     def holds(self, version: int) -> bool:
         """Whether every bit is the version's."""
-        for name, shape in self.tensors.items():
-            where, row = self._places[name]
-            got = self.live[where][row : row + shape[0]]
-            if not torch.equal(got.view(torch.int16), truth(name, shape, version).view(torch.int16)):
-                return False
-        return True
+        return all(
+            _same_bits(self.live[place.parameter][place.rows], truth(name, self.tensors[name], version)[place.part])
+            for name, place in self._places.items()
+        )
+
+    def differences(self, other: Rollout) -> list[str]:
+        """Parameters of which some bit is another than in a rollout of the same rank."""
+        return [name for name, tensor in self.live.items() if not _same_bits(tensor, other.live[name])]
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int16), right.view(torch.int16))

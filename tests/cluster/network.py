@@ -135,6 +135,18 @@ class Cluster:
         """A node's address."""
         return f"10.77.0.{node + 1}"
 
+    def namespace(self, node: int) -> str:
+        """The file of a node's network namespace, for processes that enter it by themselves."""
+        return str(_NETNS / self._name(node))
+
+    def cut(self, node: int) -> None:
+        """Unplug a node's cable; its processes are told nothing."""
+        _run(f"ip -n {self._name(None)} link set port{node} down")
+
+    def mend(self, node: int) -> None:
+        """Plug it in again."""
+        _run(f"ip -n {self._name(None)} link set port{node} up")
+
     def counters(self, node: int) -> Counters:
         """Bytes that left and entered a node so far, as its interface counts them."""
         path = "/sys/class/net/eth0/statistics"
