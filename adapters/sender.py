@@ -141,7 +141,10 @@ class PendingUpdate:
         waited_s = self.patience_s if timeout_s is None else timeout_s
         end = self._wait(waited_s, self._progress)
         if end is None:
-            raise DeadlineError(f"version {self._version}: not confirmed by every engine within {waited_s:g} s")
+            raise DeadlineError(
+                f"{self._session.worker}: version {self._version} is not confirmed by every engine within {waited_s:g} "
+                f"s, last of {self._session.phase}; it goes on, and result() may be called again"
+            )
         if end.failure is not None:
             raise_failure(end.failure)
         report = read_report(end.outcome)
@@ -306,7 +309,7 @@ class SenderAdapter:
             (DeadlineError), a loader that cannot be probed (ProbeError), elements nobody holds (UnheldError), sides
             that do not fit (CoverageError, CorrespondenceError), ranks with different arguments (DisagreementError).
         """
-        self._begin()
+        self._begin("connect")
         names = [engines] if isinstance(engines, str) else list(engines)
         intent = ConnectIntent(
             engines=tuple(dict.fromkeys(engine_name(name) for name in names)),
@@ -371,10 +374,10 @@ class SenderAdapter:
             moved, engines that did not finish are torn until an update succeeds.
         """
         called_at = time.monotonic()
-        self._begin()
         intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION), trace is not None)
+        self._begin(f"send_weights({version})")
         data = encode_metadata(metadata)
-        failure = self._why_not(ready_event)
+        failure = self._why_not(version, ready_event)
         session = self._station.session
         self._duties.stalled_since = called_at
         until = Stage if self._staging else Transfer
@@ -431,30 +434,30 @@ class SenderAdapter:
             self._beside.join(self._deadline_s)
             self._beside = None
 
-    def _begin(self) -> None:
+    def _begin(self, what: str) -> None:
         """What every collective call does first."""
         self._station.check()
-        self._station.wait_joined()
+        self._station.wait_joined(what)
         if self._pending is not None and self._pending.succeeded(self._pending.patience_s):
             # A failed one is told by its own result().
             self._version = self._pending.version
         self._end_beside()
 
-    def _why_not(self, ready_event: ReadyEvent | None) -> Failure | None:
+    def _why_not(self, version: int, ready_event: ReadyEvent | None) -> Failure | None:
         """What keeps this rank from sending; the other ranks must hear of it too."""
         try:
             if ready_event is not None:
-                _wait_for(ready_event, self._deadline_s * _WAIT_SHARE)
+                _wait_for(ready_event, version, self._deadline_s * _WAIT_SHARE)
             self._duties.check_storage()
         except (TransferError, LayoutError) as error:
             return failure_of(error, self._station.worker)
         return None
 
 
-def _wait_for(event: ReadyEvent, deadline_s: float) -> None:
+def _wait_for(event: ReadyEvent, version: int, deadline_s: float) -> None:
     if isinstance(event, threading.Event):
         if not event.wait(deadline_s):
-            raise DeadlineError(f"send_weights: ready_event did not happen within {deadline_s:g} s")
+            raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")
     elif isinstance(event, Synchronizes):
         # A device event's own wait() only holds back its stream.
         event.synchronize()

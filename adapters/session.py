@@ -40,6 +40,7 @@ from adapters.messages import (
     Intent,
     Note,
     ProposeStop,
+    SendIntent,
     ToRank,
     phase_of,
 )
@@ -114,6 +115,16 @@ class Session:
         return self._polls.counter
 
     @property
+    def worker(self) -> str:
+        """Its name."""
+        return self._worker
+
+    @property
+    def phase(self) -> str:
+        """What this rank heard of last, in words."""
+        return self._phase
+
+    @property
     def txn(self) -> int:
         """The newest transaction this rank has heard of."""
         return self._txn
@@ -166,6 +177,7 @@ class Session:
             after = self._txn
             self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
             self._notes.clear()
+            self._phase = f"send_weights({intent.version})" if isinstance(intent, SendIntent) else "connect"
             self._withdrawn = None
             self._called, self._unheard = Call(self._worker, after, intent, metadata, failure), None
         self._send_up(self._called)

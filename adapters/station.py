@@ -168,8 +168,8 @@ class Station:
         self._post.check_process()
         self.session.check()
 
-    def wait_joined(self) -> None:
-        """Wait until the parent has said welcome.
+    def wait_joined(self, what: str) -> None:
+        """Wait, for a call of that name, until the parent has said welcome.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class Station:
             self.check()
             if time.monotonic() >= stop_at:
                 raise DeadlineError(
-                    f"{self.worker}: did not find the rank 0 it belongs to within {self._deadline_s:g} s"
+                    f"{self.worker}: {what}: did not find the rank 0 it belongs to within {self._deadline_s:g} s"
                     f"{': ' if self._post.trouble else ''}{self._post.trouble}; start all ranks with the same "
                     "rendezvous"
                 )

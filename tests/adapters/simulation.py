@@ -114,13 +114,14 @@ class Post:
 
 
 class Network:
-    """Who is connected to whom."""
+    """Who is connected to whom, and whose control threads are frozen."""
 
     def __init__(self) -> None:
         self.posts: list[Post] = []
         self.names: dict[str, Post] = {}
         self.connections: list[Line] = []
         self.messages = 0
+        self.frozen: set[str] = set()
 
     def send_up(self, child: Post, message: ToParent) -> None:
         self.messages += 1
@@ -136,9 +137,10 @@ class Network:
 
     def waiting(self) -> list[Callable[[], None]]:
         """What may happen next: an action of a control thread, a message that arrives, a worker that joins."""
-        actions = [lambda post=post: post.actions.popleft()() for post in self.posts if post.actions]  # type: ignore[misc]
-        ups = [lambda c=c: self._arrive_up(c) for c in self.connections if c.up]  # type: ignore[misc]
-        downs = [lambda c=c: self._arrive_down(c) for c in self.connections if c.down]  # type: ignore[misc]
+        awake = [post for post in self.posts if post.worker not in self.frozen]
+        actions = [lambda post=post: post.actions.popleft()() for post in awake if post.actions]  # type: ignore[misc]
+        ups = [lambda c=c: self._arrive_up(c) for c in self.connections if c.up and c.parent in awake]  # type: ignore[misc]
+        downs = [lambda c=c: self._arrive_down(c) for c in self.connections if c.down and c.child in awake]  # type: ignore[misc]
         connected = {id(connection.child) for connection in self.connections}
         joins = [
             lambda post=post: self._join(post)  # type: ignore[misc]
@@ -149,7 +151,8 @@ class Network:
 
     def tick(self) -> None:
         for post in self.posts:
-            post.handler.tick()
+            if post.worker not in self.frozen:
+                post.handler.tick()
 
     def cut(self, connection: Line) -> None:
         """A connection breaks; both ends learn it, what was on its way does not arrive."""
@@ -318,6 +321,8 @@ class Simulation:
         ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way), ``"hang"`` or ``"die"``: happens once.
     doomed
         Workers whose process ends as soon as `run` sees them.
+    held
+        Rollouts that do not poll.
     staging
         Groups that stage.
     activation
@@ -340,6 +345,7 @@ class Simulation:
         self.duties: dict[str, Duties] = {}
         self.faults: dict[tuple[str, str], str] = {}
         self.doomed: list[str] = []
+        self.held: set[str] = set()
         self.adapters: dict[str, SenderAdapter | ReceiverAdapter] = {}
         self.callers: dict[str, Caller] = {}
         self.acted: dict[tuple[str, int, int], int] = {}
@@ -430,7 +436,7 @@ class Simulation:
         while not until():
             assert self.scheduler.now < stop_at, f"stuck: {self.stuck()}"
             for worker, caller in self.callers.items():
-                if worker.startswith("trainer/") or caller.busy:
+                if worker.startswith("trainer/") or caller.busy or worker in self.held:
                     continue
                 self.poll(worker)
             self.drain()
