@@ -11,10 +11,12 @@ holds in a narrower dtype.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
@@ -52,19 +54,30 @@ class Proof:
         Where their elements are in parameters.
     staged
         Where those are that no parameter copies: in checkpoint tensors that arrive whole.
+    shares
+        Both in shares of equal work, a thread each, and whether a share is of what is staged.
     """
 
     numbers: tuple[int, ...]
     plan: FingerprintPlan
     staged: FingerprintPlan
+    shares: tuple[tuple[FingerprintPlan, bool], ...]
 
     def digests(self, memory: Memory, staged: Memory = MappingProxyType({})) -> dict[int, int]:
         """Digest every class by its number; reads all memory that they live in once."""
-        sums = self.plan.sums(memory) + self.staged.sums(staged)
-        return dict(zip(self.numbers, sums.tolist(), strict=True))
+
+        def sums(share: tuple[FingerprintPlan, bool]) -> npt.NDArray[np.uint64]:
+            plan, of_staged = share
+            return plan.sums(staged if of_staged else memory)
+
+        with ThreadPoolExecutor(len(self.shares)) as pool:
+            total = np.stack(list(pool.map(sums, self.shares))).sum(axis=0, dtype=np.uint64)
+        return dict(zip(self.numbers, total.tolist(), strict=True))
 
 
-def plan_proof(source_map: SourceMap, cells: Sequence[Cell], *, staged: Collection[str] = ()) -> Proof:
+def plan_proof(
+    source_map: SourceMap, cells: Sequence[Cell], *, staged: Collection[str] = (), threads: int = 1
+) -> Proof:
     """Find which of some classes a worker can prove, and where they are.
 
     Parameters
@@ -75,6 +88,8 @@ def plan_proof(source_map: SourceMap, cells: Sequence[Cell], *, staged: Collecti
         The classes.
     staged
         Checkpoint tensors that are there whole, beside the parameters.
+    threads
+        How many digest side by side, if there is enough to do.
 
     Raises
     ------
@@ -90,11 +105,10 @@ def plan_proof(source_map: SourceMap, cells: Sequence[Cell], *, staged: Collecti
         rest = runs.subtract(held)
         if not rest.subtract(arrived) and not runs.intersect(narrow):
             copied[cell.number], computed[cell.number] = runs.intersect(held), rest
-    return Proof(
-        tuple(copied),
-        plan_fingerprints(source_map, list(copied.values())),
-        plan_fingerprints(whole_tensors, list(computed.values())),
-    )
+    plan = plan_fingerprints(source_map, list(copied.values()))
+    beside = plan_fingerprints(whole_tensors, list(computed.values()))
+    shares = [(each, of_staged) for of_staged, both in enumerate((plan, beside)) for each in both.shares(threads)]
+    return Proof(tuple(copied), plan, beside, tuple((each, bool(of_staged)) for each, of_staged in shares))
 
 
 def check_holders(correspondence: Correspondence, digests: Digests) -> None:

@@ -20,7 +20,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +35,9 @@ from layout_algebra.space import CheckpointSpace
 
 Memory = Mapping[str, npt.NDArray[np.generic]]
 """Parameters by name; BF16 and 8-bit floats as unsigned integers of their width."""
+
+_SHARE_BYTES = 4 << 20
+"""Less is not worth a thread."""
 
 
 def fingerprint(source_map: SourceMap, memory: Memory) -> dict[str, int]:
@@ -113,6 +116,22 @@ class FingerprintPlan:
         """The parameters that are read, each once."""
         return tuple(dict.fromkeys(part.parameter for part in self.parts))
 
+    def shares(self, count: int) -> tuple[FingerprintPlan, ...]:
+        """Plans of about equally many bytes, at most ``count`` of them, whose sums add up to this one's."""
+        sizes = [int(part.rows[:, 1].sum()) * dtype_of(part.wire).item_bytes for part in self.parts]
+        least = max(-(-sum(sizes) // max(count, 1)), _SHARE_BYTES)
+        shares: list[list[FingerprintPart]] = [[]]
+        taken = 0
+        for part, size in zip(self.parts, sizes, strict=True):
+            whole = self.source_map.dtype(part.parameter) != part.wire  # converted as a whole
+            for piece in [part] if whole else _pieces(part, max(-(-8 * size // least), 1)):
+                if taken >= least:
+                    shares.append([])
+                    taken = 0
+                shares[-1].append(piece)
+                taken += int(piece.rows[:, 1].sum()) * dtype_of(piece.wire).item_bytes
+        return tuple(replace(self, parts=tuple(share)) for share in shares)
+
     def sums(self, memory: Memory) -> npt.NDArray[np.uint64]:
         """Digest every set: uint64, shape ``(sets,)``. Reads every element once.
 
@@ -144,6 +163,22 @@ class FingerprintPart:
     parameter: str
     wire: str
     rows: IdArray
+
+
+def _pieces(part: FingerprintPart, count: int) -> list[FingerprintPart]:
+    """A part in pieces of about equally many elements; a strip is cut where one ends."""
+    rows = part.rows
+    stops = np.cumsum(rows[:, 1])
+    edges = np.unique(np.concatenate([[0], stops, int(stops[-1]) * np.arange(1, count) // count]))
+    first, last = edges[:-1], edges[1:]
+    owner = np.searchsorted(stops, first, side="right")
+    into = first - (stops - rows[:, 1])[owner]
+    cut = rows[owner]
+    cut[:, 0] += into
+    cut[:, 1] = last - first
+    cut[:, 2] += into * cut[:, 3]
+    bounds = np.searchsorted(first, int(stops[-1]) * np.arange(count + 1) // count)
+    return [replace(part, rows=cut[a:b]) for a, b in pairwise(bounds.tolist()) if b > a]
 
 
 def plan_fingerprints(source_map: SourceMap, cells: Sequence[RunTable]) -> FingerprintPlan:

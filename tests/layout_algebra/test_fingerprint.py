@@ -154,6 +154,29 @@ def test_every_one_of_2500_corruptions_of_a_kind_is_seen(kind: str, dtype: str) 
     assert np.array_equal(plan.sums(memory), want)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_add_up_and_are_of_one_size(count: int) -> None:
+    space = CheckpointSpace([TensorSpec("a", (2000, 3000), "F32"), TensorSpec("b", (4000,), "BF16")])
+    start = space.id_range("b")[0]
+    ids = {
+        "a": np.arange(1, 6_000_001).reshape(2000, 3000)[:, 100:2900],
+        "b": np.arange(start, start + 4000)[::-1],
+        "wide": np.arange(start, start + 4000),
+    }
+    source_map = SourceMap.from_ids(space, ids, {"a": "F32", "b": "BF16", "wide": "F32"})
+    rng = np.random.default_rng(count)
+    memory = {"a": rng.integers(0, 2**32, (2000, 2800), dtype=np.uint32)}
+    memory |= {"b": rng.integers(0, 2**16, 4000, dtype=np.uint16), "wide": np.ones(4000, np.float32)}
+    halves = [RunTable.from_intervals([each]) for each in ((1, 4_000_000), (4_000_000, start + 3990))]
+    plan = plan_fingerprints(source_map, halves)
+    shares = plan.shares(count)
+    assert len(shares) == min(count, 5)  # of 4 MiB at least
+    sizes = [sum(int(part.rows[:, 1].sum()) for part in share.parts) for share in shares]
+    assert max(sizes[:-1], default=0) <= 1.2 * sum(sizes) / len(sizes) or count == 1
+    total = np.sum([share.sums(memory) for share in shares], axis=0, dtype=np.uint64)
+    assert np.array_equal(total, plan.sums(memory))
+
+
 def test_cells_are_parts_of_tensors() -> None:
     source_map, memory = whole()
     cells = [RunTable.from_ids(np.arange(1 + rank, SIZE + 1, 3)) for rank in range(3)]
