@@ -202,7 +202,7 @@ class Fleet:
             then on needs no reading.
         """
         self.bound = False
-        self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
+        self._let_rest(bindings)
         groups = sorted({group_of(worker) for worker in bindings}, key=natural_key)
         engines = {group_of(worker) for worker in bindings} - {TRAINERS}
         machines = len({member.host for member in self.members(engines)})
@@ -290,6 +290,8 @@ class Fleet:
                 )
         transport = next(iter(self.bindings.values())).bind.transport
         self.bindings = self.compile(self.connection, transport, verify=self.intent.verify)
+        # From now on: trainers that stage are spoken to before anybody is bound.
+        self._let_rest(self.bindings)
         self._routed = set(groups)
         self.bound = False
 
@@ -318,6 +320,10 @@ class Fleet:
         self.engines, self._routed = engines, set(engines)
         there = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
         self.trainers = {worker: there.get(worker, "") for worker in connection.holders}
+
+    def _let_rest(self, bindings: Mapping[str, Binding]) -> None:
+        """Speak no more to trainers that have nothing to do."""
+        self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
 
 
 def compile_bindings(

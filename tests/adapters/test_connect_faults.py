@@ -168,6 +168,20 @@ def test_a_trainer_that_died_before_connect_is_planned_around(replicas: Simulati
     assert send(replicas, 1) == [REPORT]
 
 
+@pytest.mark.parametrize("staging", [(), ("trainer",)], ids=["plain", "staging"])
+def test_a_trainer_that_died_after_connect_is_planned_around(staging: tuple[str, ...]) -> None:
+    with simulated(maps(replicas=True), SIZES, staging) as job:
+        for group in SIZES:
+            job.start(group)
+        job.drain()
+        connect(job, "a", "b")
+        assert send(job, 1) == [REPORT, REPORT]
+        job.crash("trainer/1")
+        for version in (2, 3):
+            assert send(job, version, workers=("trainer/0",)) == [REPORT]
+            assert versions(job, "a") == versions(job, "b") == {version}
+
+
 def test_a_trainer_that_alone_holds_something_is_needed(job: Simulation) -> None:
     (silent,) = call(job, lambda sender: sender.connect(["a"]), ("trainer/0",))
     assert isinstance(silent, DeadlineError)
