@@ -88,6 +88,7 @@ class CudaDevice:
             raise TransportError(f"{device} is no CUDA device of this process; expected one such as 'cuda:0'")
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._tables = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._kernels = TritonKernels(self._device, self._stream)
         self._copying = TritonKernels(self._device, self._copies)
         self._allocated: dict[int, tuple[torch.Tensor, str]] = {}
@@ -125,7 +126,7 @@ class CudaDevice:
         return self._base_of(memory) is not None
 
     def free(self, memory: Memory) -> None:
-        """See `Device.free`; torch keeps what was shared until the others have let go of it."""
+        """See `Device.free`."""
         base = self._base_of(memory)
         if base is not None:
             del self._allocated[base]
@@ -149,10 +150,11 @@ class CudaDevice:
 
     def copy(self, rows: IdArray) -> CudaEvent:
         """See `Device.copy`."""
-        with torch.cuda.stream(self._copies):
+        # The table goes there by itself, so that it does not wait for copies that are under way.
+        with torch.cuda.stream(self._tables):
             job = self._copying.prepare(byte_rows(rows), packing=True)
-            job.launch()
-            return CudaEvent(self._copies, job)
+        job.launch()
+        return CudaEvent(self._copies, job)
 
     def share(self, memory: Memory) -> str:
         """See `Device.share`."""
@@ -205,7 +207,7 @@ class CudaDevice:
         torch.zeros(1, device=self._device).copy_(torch.zeros(1, device=f"cuda:{other}"))
 
     def _base_of(self, memory: Memory) -> int | None:
-        for base, (tensor, _) in self._allocated.items():
+        for base, (tensor, _) in list(self._allocated.items()):  # a lease may end in its own thread
             if base <= memory.ctypes.data <= base + tensor.nbytes - memory.nbytes:
                 return base
         return None

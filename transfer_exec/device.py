@@ -70,7 +70,7 @@ class Device(Protocol):
         ...
 
     def free(self, memory: Memory) -> None:
-        """Give back what `allocate` gave; it lives on as long as another process has it mapped."""
+        """Give back what `allocate` gave; nobody may have it mapped, and no work may be under way on it."""
         ...
 
     def pin(self, memory: Memory) -> None:

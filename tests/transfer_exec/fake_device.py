@@ -47,7 +47,6 @@ class Allocation:
     fd: int
     maps: list[Memory]
     freed: bool = False
-    poisoned: bool = False
 
 
 class FakeDriver:
@@ -137,19 +136,20 @@ class FakeDriver:
         # The mapping itself stays, so that whoever uses it too late meets poison and no other memory.
         gone = [each for each in allocation.maps[1:] if _has(each, address, 1)]
         allocation.maps = [each for each in allocation.maps if each is not gone[0]]
-        self._poison(allocation)
 
     def free(self, memory: Memory) -> None:
         number, _ = self.find(memory.ctypes.data, memory.nbytes)
-        self.allocations[number].freed = True
-        self._poison(self.allocations[number])
+        allocation = self.allocations[number]
+        assert len(allocation.maps) == 1, "freed while somebody has it mapped"
+        allocation.maps[0][:] = POISON
+        allocation.freed = True
 
     def find(self, address: int, size_bytes: int) -> tuple[int, int]:
         """Number of an allocation and offset in it; TransportError if no device has these bytes."""
         for number, allocation in enumerate(self.allocations):
             for each in allocation.maps:
                 if _has(each, address, size_bytes):
-                    if allocation.poisoned:
+                    if allocation.freed:
                         raise TransportError(f"{size_bytes} bytes at {address:#x} were freed")
                     return number, address - each.ctypes.data
         raise TransportError(f"{size_bytes} bytes at {address:#x} are no device's")
@@ -158,12 +158,6 @@ class FakeDriver:
         """Whether kernels may touch some bytes: a device's, or pinned ones."""
         if not any(_has(each, address, size_bytes) for each in self.pinned):
             self.find(address, size_bytes)
-
-    def _poison(self, allocation: Allocation) -> None:
-        """Freed memory is gone when the last other worker has let go of it."""
-        if allocation.freed and len(allocation.maps) == 1 and not allocation.poisoned:
-            allocation.maps[0][:] = POISON
-            allocation.poisoned = True
 
 
 @dataclass(frozen=True)

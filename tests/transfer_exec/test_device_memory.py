@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import doctest
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from tests.transfer_exec.fake_device import POISON, FakeDevice, FakeDriver, FakeEvent
 from transfer_exec.errors import PeerGoneError, TransportError
+from transfer_exec.transport import lease as lease_module
 from transfer_exec.transport.base import Endpoint, Flag, RegionHandle, Ticket
 from transfer_exec.transport.device_memory import DeviceMemoryTransport
+from transfer_exec.transport.lease import Lease, hold
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 HANDLE = RegionHandle(0)
@@ -30,6 +40,14 @@ def pair(
     b.open_flags(1)
     a.connect(Endpoint.from_bytes(b.endpoint("plan").to_bytes()))
     return a, b, source, target
+
+
+def within(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether something becomes true in time."""
+    stop_at = time.monotonic() + seconds
+    while not condition() and time.monotonic() < stop_at:
+        time.sleep(0.001)
+    return condition()
 
 
 def settle(transport: DeviceMemoryTransport, ticket: Ticket) -> None:
@@ -111,9 +129,10 @@ def test_memory_that_peers_still_have_is_not_freed_under_their_copies(seed: int)
         a.write(HANDLE, "b", "RECEIVE", rows((0, 0, 64)))
     settle(a, under_way)
     assert target.tolist() == [7] * 64, "what was under way still had somewhere to go"
+    assert not driver.allocations[1].freed
     a.close()
-    assert target.tolist() == [POISON] * 64, "freed when the last one has let go"
-    assert source.tolist() == [POISON] * 64
+    assert within(lambda: driver.allocations[1].freed), "freed when the last one has let go"
+    assert target.tolist() == source.tolist() == [POISON] * 64
 
 
 def test_connecting_again_lets_go_of_what_the_older_life_shared_when_copies_to_it_have_ended() -> None:
@@ -128,9 +147,66 @@ def test_connecting_again_lets_go_of_what_the_older_life_shared_when_copies_to_i
     again.open_flags(1)
     a.connect(again.endpoint("plan"))
     assert a.finished(under_way)
+    assert within(lambda: driver.allocations[1].freed)
     assert target.tolist() == [POISON] * 64
     settle(a, a.write(HANDLE, "b", "RECEIVE", rows((0, 0, 64))))
     assert second.tolist() == [3] * 64
+
+
+def test_a_lease_ends_when_the_last_holder_has_let_go_and_nobody_begins_to_hold_it_then() -> None:
+    assert doctest.testmod(lease_module).failed == 0
+    lease = Lease("b")
+    first, second = hold("b", lease.address), hold("b", lease.address)
+    ended: list[int] = []
+    lease.when_free(lambda: ended.append(1))
+    os.close(first)
+    time.sleep(0.05)
+    assert not ended
+    os.close(second)
+    assert within(lambda: ended == [1])
+    for address in (lease.address, "nonsense", "1/2", f"{os.getpid()}/0/1"):
+        with pytest.raises(TransportError, match="b: "):
+            hold("b", address)
+    unused = Lease("b")
+    unused.when_free(lambda: ended.append(2))
+    assert ended == [1, 2], "nobody to wait for"
+
+
+def test_what_is_being_taken_back_cannot_be_held() -> None:
+    lease = Lease("b")
+    held: list[str] = []
+
+    def try_to_hold() -> None:
+        with pytest.raises(TransportError, match="b: its memory is being taken back") as refused:
+            hold("b", lease.address)
+        held.append(str(refused.value))
+
+    lease.when_free(try_to_hold)
+    assert held
+
+
+@pytest.mark.processes
+def test_a_holder_that_is_killed_is_not_waited_for() -> None:
+    lease = Lease("b")
+    code = (
+        "import sys; from transfer_exec.transport.lease import hold\n"
+        "hold('b', sys.argv[1]); print('held', flush=True); sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, lease.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        ended: list[int] = []
+        lease.when_free(lambda: ended.append(1))
+        time.sleep(0.05)
+        assert not ended
+        os.kill(child.pid, signal.SIGKILL)
+        assert within(lambda: ended == [1])
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_what_cannot_be_mapped_is_named_and_what_was_is_let_go() -> None:
@@ -164,11 +240,11 @@ def test_a_copy_that_fails_is_told_by_its_ticket_and_holds_nobody_up() -> None:
     driver = FakeDriver(2)
     a, b, source, _ = pair(driver)
     source[:] = 1
-    driver.allocations[1].poisoned = True  # the device lost it
+    driver.allocations[1].freed = True  # the device lost it
     bad = a.write(HANDLE, "b", "RECEIVE", rows((0, 0, 64)))
     with pytest.raises(TransportError, match=r"64 bytes at 0x[0-9a-f]* were freed"):
         settle(a, bad)
-    driver.allocations[1].poisoned = False
+    driver.allocations[1].freed = False
     settle(a, a.write(HANDLE, "b", "RECEIVE", rows((0, 0, 64))))
     a.close()
     b.close()

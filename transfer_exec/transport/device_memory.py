@@ -9,6 +9,9 @@ news that a peer has closed or died are those of shared memory, over which both 
     writing host                                              | the event has happened: raise the peer's flag
     reading host                                              | the flag: let the reading device begin
 
+Peers that have mapped a worker's memory hold its lease (`transfer_exec.transport.lease`): when it closes, the memory is
+freed when the last of them has ended its copies and let go, or has died.
+
 A worker may use several devices. Each region is shared by the device that it is on, whichever was used last, and the
 same device maps what it is copied to.
 """
@@ -27,6 +30,7 @@ from transfer_exec.device import Device, Event
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.lease import Lease, hold
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 
@@ -53,6 +57,7 @@ class DeviceMemoryTransport(CheckedTransport[Event]):
         self._devices = tuple(devices)
         self._meeting = SharedMemoryTransport(worker)
         self.incarnation = self._meeting.incarnation
+        self._lease = Lease(worker)
         self._allocated: list[Memory] = []
         self._opened: dict[str, _Opened] = {}
 
@@ -73,12 +78,13 @@ class DeviceMemoryTransport(CheckedTransport[Event]):
 
     def _make_flags(self, channels: int) -> str:
         self._meeting.open_flags(channels)
-        return self._meeting.endpoint("").flags_address
+        return f"{self._meeting.endpoint('').flags_address} {self._lease.address}"
 
     def _reach(self, peer: Endpoint) -> Bases:
         self._meeting.connect(_meeting_place(peer))
         self._let_go(peer.worker)
-        opened = self._opened[peer.worker] = _Opened({device.name: {} for device in self._devices})
+        held = hold(peer.worker, peer.flags_address.partition(" ")[2])
+        opened = self._opened[peer.worker] = _Opened(held, {device.name: {} for device in self._devices})
         try:
             for device in self._devices:
                 for region in peer.regions:
@@ -113,12 +119,15 @@ class DeviceMemoryTransport(CheckedTransport[Event]):
         return self._meeting.flag(channel)
 
     def _close(self) -> None:
-        """Say that it is closed, end what is under way, and let go of all memory, the peers' and its own."""
+        """Say that it is closed, end what is under way, let go of peers' memory, and of its own when they have."""
         self._meeting.close()
         if os.getpid() != self._regions.pid:
             return
         for peer in list(self._opened):
             self._let_go(peer)
+        self._lease.when_free(self._free)
+
+    def _free(self) -> None:
         for memory in self._allocated:
             self._devices[0].free(memory)
         self._allocated.clear()
@@ -135,12 +144,14 @@ class DeviceMemoryTransport(CheckedTransport[Event]):
             for bases in opened.bases[device.name].values():
                 for address in bases:
                     device.let_go(address)
+        os.close(opened.lease)
 
 
 @dataclass(slots=True, eq=False)
 class _Opened:
-    """A connected peer: by device and region where its pieces are mapped, and copies to it that may not have ended."""
+    """A connected peer: its lease, by device and region where its pieces are, and copies that may not have ended."""
 
+    lease: int
     bases: dict[str, dict[str, list[int]]]
     under_way: list[Event] = field(default_factory=list)
 
@@ -154,4 +165,5 @@ def _has_ended(copied: Event) -> bool:
 
 def _meeting_place(peer: Endpoint) -> Endpoint:
     """A peer's flags as shared memory knows them."""
-    return Endpoint(peer.worker, "shared_memory", peer.incarnation, "", peer.channels, peer.flags_address, ())
+    flags = peer.flags_address.partition(" ")[0]
+    return Endpoint(peer.worker, "shared_memory", peer.incarnation, "", peer.channels, flags, ())
