@@ -149,17 +149,6 @@ def constant_ids(passes: Sequence[Pass]) -> IdArray:
     return join(residues, passes)
 
 
-def rectangles_of_copies(table: CopyTable, shape: Sequence[int]) -> CopyTable:
-    """The same rectangles as ``rectangles_of_ids`` of the table's ids, without listing the ids.
-
-    Raises
-    ------
-    MapError
-        If targets overlap or leave the parameter, or an id is below 1.
-    """
-    return without(table, np.empty((0, 2), dtype=np.int64), shape)
-
-
 def without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTable:
     """The rectangles of a table's ids after some elements became empty.
 

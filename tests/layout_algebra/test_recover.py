@@ -18,7 +18,6 @@ from layout_algebra.recover import (
     canonical_of_ids,
     constant_ids,
     recover,
-    rectangles_of_copies,
     rectangles_of_ids,
     without,
 )
@@ -27,6 +26,8 @@ from layout_algebra.slice_copy import CopyTable, SliceCopy, Strided
 from tests.interpreted import MODES, kernels_run
 from tests.oracle import ids_of_rows
 from tests.strategies import Ids, id_matrices
+
+NOTHING = np.empty((0, 2), dtype=np.int64)
 
 BF16 = FLOAT_CODES.decoding("BF16")
 assert BF16 is not None
@@ -61,9 +62,9 @@ def check(ids: Ids, total: int) -> None:
     found = recovered([memory_of(ids, one) for one in passes], passes, ids.shape, total)
     assert found.copies.rows.tolist() == canonical_of_ids(ids).rows.tolist()
     assert len(found.constants) == 0
-    assert rectangles_of_copies(table, ids.shape).rows.tolist() == table.rows.tolist()
+    assert without(table, NOTHING, ids.shape).rows.tolist() == table.rows.tolist()
     shuffled = np.random.default_rng(len(table)).permutation(table.expand(np.full(len(table), -1)).rows)
-    assert rectangles_of_copies(CopyTable(shuffled), ids.shape).rows.tolist() == table.rows.tolist()
+    assert without(CopyTable(shuffled), NOTHING, ids.shape).rows.tolist() == table.rows.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -269,13 +270,13 @@ def test_bad_copies_are_refused() -> None:
         return CopyTable.of([SliceCopy(Strided(s, (n,), (1,)), Strided(t, (n,), (step,))) for t, s, n, step in parts])
 
     with pytest.raises(MapError, match="overlap"):
-        rectangles_of_copies(copies((0, 1, 4, 1), (3, 9, 2, 1)), (2, 4))
+        without(copies((0, 1, 4, 1), (3, 9, 2, 1)), NOTHING, (2, 4))
     with pytest.raises(MapError, match="overlap"):
-        rectangles_of_copies(copies((0, 1, 4, 0)), (2, 4))
+        without(copies((0, 1, 4, 0)), NOTHING, (2, 4))
     with pytest.raises(MapError, match=r"write 0\.\.9 of a parameter of 8"):
-        rectangles_of_copies(copies((0, 1, 4, 3)), (2, 4))
+        without(copies((0, 1, 4, 3)), NOTHING, (2, 4))
     with pytest.raises(MapError, match="ids begin at 1"):
-        rectangles_of_copies(copies((0, 0, 4, 1)), (2, 4))
+        without(copies((0, 0, 4, 1)), NOTHING, (2, 4))
 
 
 def test_passes_must_belong_together() -> None:

@@ -17,6 +17,7 @@ from layout_algebra.blocks import concatenate, declare, stack, whole
 from layout_algebra.errors import FormulaError, LayoutError
 from layout_algebra.formulas import DEGREE, RANK, formula_of, show, tokens_of, value_of
 from layout_algebra.map_bytes import MAX_BYTES
+from layout_algebra.name_bytes import join_name
 from layout_algebra.runs import RunTable
 from layout_algebra.sealed_bytes import seal, unseal
 from layout_algebra.shardings import column_parallel, expert_stack, gate_up
@@ -75,6 +76,31 @@ def test_formulas_travel(name: str) -> None:
     rank, degree = case.degrees[-1] - 1, case.degrees[-1]
     assert again.instantiate(rank, degree).digest() == case.at(rank, degree).digest()
     assert [again.explain(p) for p in again.parameters] == [family.explain(p) for p in family.parameters]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flat_starts_and_strides_say_the_same_elements(name: str) -> None:
+    """Walking a copy by its flat formulas gives the ids of the rank's map."""
+    case = CASES[name]
+    family = fit(all_ranks(case))
+    rank, degree = case.degrees[-1] - 1, case.degrees[-1]
+
+    def at(formulas: tuple[sympy.Expr, ...]) -> list[int]:
+        return [int(value_of(formula, rank, degree)) for formula in formulas]
+
+    found = family.instantiate(rank, degree)
+    for parameter, entry in family.parameters.items():
+        ids = found.ids(parameter).reshape(-1)
+        for copy in entry.copies:
+            steps = [step for step in copy.source_strides if step is not None]
+            if copy.moving or len(steps) < len(copy.axes):
+                continue
+            source, target = at((copy.source_start, copy.target_start(entry.shape)))
+            tensor = join_name(copy.template, at(copy.numbers))
+            places = np.indices(at(copy.extents)).reshape(len(copy.axes), -1).T
+            flat = target + places @ np.array(at(copy.target_strides(entry.shape)), dtype=np.int64)
+            expected = source + places @ np.array(at(tuple(steps)), dtype=np.int64)
+            assert ids[flat].tolist() == (expected + case.space.element_id(tensor, 0)).tolist(), parameter
 
 
 def held_by(case: FamilyCase, maps: dict[int, SourceMap]) -> dict[str, list[Counter[int]]]:
