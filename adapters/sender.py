@@ -59,13 +59,24 @@ _log = logging.getLogger(__name__)
 _STEPS_AFTER, _STEPS_BESIDE = 4, 8
 """Deadlines that what is left of an update can take: after this rank's last bytes, and after they were staged."""
 
+_LOOK_AGAIN_S = 100e-6
+
 _WAIT_SHARE = 0.8
 """Of the deadline, for waits on this rank alone, so that the others hear why before their own wait ends."""
 
 
 @runtime_checkable
+class Asked(Protocol):
+    """An event of a device, such as ``torch.cuda.Event``, which can be asked, so that waiting for it has a deadline."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+
+@runtime_checkable
 class Synchronizes(Protocol):
-    """An event of a device, such as ``torch.cuda.Event``."""
+    """An event of a device that can only be waited for."""
 
     def synchronize(self) -> object:
         """Block until it has happened."""
@@ -81,7 +92,7 @@ class Waits(Protocol):
         ...
 
 
-ReadyEvent: TypeAlias = Synchronizes | Waits
+ReadyEvent: TypeAlias = Asked | Synchronizes | Waits
 """Happens when the weights to be sent are in memory."""
 
 
@@ -458,8 +469,14 @@ def _wait_for(event: ReadyEvent, version: int, deadline_s: float) -> None:
     if isinstance(event, threading.Event):
         if not event.wait(deadline_s):
             raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")
-    elif isinstance(event, Synchronizes):
+    elif isinstance(event, Asked):
         # A device event's own wait() only holds back its stream.
+        stop_at = time.monotonic() + deadline_s
+        while not event.query():
+            if time.monotonic() > stop_at:
+                raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")
+            time.sleep(_LOOK_AGAIN_S)
+    elif isinstance(event, Synchronizes):
         event.synchronize()
     else:
         event.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from layout_algebra.errors import CorrespondenceError, LoaderRaisedError, Loader
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.crew import Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, copy_of, rollout, same_bits, trainer, weights
+from tests.transfer_exec.fake_device import FakeDriver, FakeEvent
 from transfer_exec.errors import BudgetError, DeadlineError, UnheldError
 from transfer_exec.topology import Topology
 
@@ -116,10 +118,38 @@ def test_ready_event_is_waited_for(tmp_path: Path) -> None:
         assert same_bits(one.holding.tensors, one.holding.expected(5))
 
 
-def test_ready_event_that_never_happens_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+class OnlyWaited:
+    """A device's event that cannot be asked."""
+
+    def __init__(self, event: FakeEvent) -> None:
+        self.synchronize = event.wait
+
+
+@pytest.mark.parametrize("kind", ["asked", "waited for"])
+def test_t12_the_event_of_a_device_that_still_fills_the_weights(kind: str, tmp_path: Path) -> None:
+    driver = FakeDriver(3)
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        for version in (5, 6):
+            filled = driver.give("trainer's stream", partial(crew.holdings[0].fill, version))
+            event = filled if kind == "asked" else OnlyWaited(filled)
+            crew.trainers(lambda sender, rank, v=version, e=event: sender.send_weights(v, ready_event=e).result())  # type: ignore[misc]
+            one = crew.rollouts["a/0"]
+            assert same_bits(one.holding.tensors, one.holding.expected(version))
+
+
+class NeverHappens:
+    """An event of a device that hangs."""
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("event", [threading.Event(), NeverHappens()], ids=["thread", "device"])
+def test_ready_event_that_never_happens_is_an_error_on_all_ranks(event: object, tmp_path: Path) -> None:
     with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}, deadline_s=8) as crew:
         crew.connect()
-        events = [threading.Event(), None]
+        events = [event, None]
         check_refused(
             crew,
             lambda sender, rank: sender.send_weights(1, ready_event=events[rank]),

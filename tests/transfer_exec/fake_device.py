@@ -175,7 +175,7 @@ class FakeEvent:
         self.driver.until(self.work)
         self._ended()
 
-    synchronize = wait
+    query = done  # as torch calls it
 
     def _ended(self) -> bool:
         if self.work.error:
