@@ -365,10 +365,9 @@ class Duties:
     def _transfer(self, version: int, *, trace: bool) -> Transferred:
         executor = self._bound()
         self._session.on_cancel(executor.abort)
+        executor.tell(partial(self._session.report, f"rounds, version {version}"))
         try:
-            report = executor.run(
-                version, trace=trace, progress=partial(self._session.report, f"rounds, version {version}")
-            )
+            report = executor.run(version, trace=trace)
         finally:
             self._session.on_cancel(None)
         if self._copies is not None:

@@ -346,7 +346,9 @@ class Session:
         """Take a message from the lead."""
         with self._changed:
             match message:
-                case ProposeStop(txn, proposal, of):
+                case ProposeStop(txn, proposal, of) if (
+                    txn >= self._txn and txn not in self._ends and txn != self._declined
+                ):
                     self._begin(txn)
                     self._phase = phase_of(None, of)
                     if self._refusal is not None:

@@ -126,6 +126,7 @@ class Executor:
         self._newest = -1
         self._failure = ""
         self._abort_reason = ""
+        self._progress: Callable[[int, int], None] | None = None
 
     @property
     def program(self) -> Program:
@@ -173,9 +174,11 @@ class Executor:
             self._connected.add(peer)
         self._reads = Reads(self._reads.memory, dict(self._chunks(endpoints)))
 
-    def run(
-        self, version: int, *, trace: bool = False, progress: Callable[[int, int], None] | None = None
-    ) -> WorkerReport:
+    def tell(self, progress: Callable[[int, int], None] | None) -> None:
+        """Whom runs tell, in their own thread, how many rounds are over, and of how many."""
+        self._progress = progress
+
+    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
@@ -184,8 +187,6 @@ class Executor:
             Greater than that of any earlier run, and the same on all workers.
         trace
             Keep spans in the report (`transfer_exec.trace`).
-        progress
-            Told how many rounds are over, and of how many.
 
         Raises
         ------
@@ -208,15 +209,15 @@ class Executor:
                     wait = next(steps)
                 except StopIteration as done:
                     report: WorkerReport = done.value
-                    if progress is not None:
-                        progress(self._program.rounds, self._program.rounds)
+                    if self._progress is not None:
+                        self._progress(self._program.rounds, self._program.rounds)
                     return report
                 now = time.monotonic()
                 if wait is not previous:
                     since = now
-                    if progress is not None and wait.round > reached:
+                    if self._progress is not None and wait.round > reached:
                         reached = wait.round
-                        progress(reached, self._program.rounds)
+                        self._progress(reached, self._program.rounds)
                 if self._abort_reason:
                     raise TransportError(f"{self._program.worker}: aborted ({self._abort_reason}) at {wait}")
                 if now - since > self._deadline_s and not wait.on_itself:

@@ -496,7 +496,7 @@ _PLANS: dict[tuple[str, ...], Connection] = {}
 def _plan_once(
     holders: Mapping[str, SourceMap], needers: Mapping[str, SourceMap], *given: Any, **named: Any
 ) -> Connection:
-    workers = (*holders, *needers)
+    workers = tuple(f"{worker} {held.digest()}" for worker, held in (*holders.items(), *needers.items()))
     if workers not in _PLANS:
         _PLANS[workers] = make_connection(holders, needers, *given, **named)
     return _PLANS[workers]
