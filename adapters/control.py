@@ -93,6 +93,7 @@ class Post:
             if listens_as is not None:
                 self._listen(listens_as)
         except BaseException:
+            # Also of an interrupt: the caller gets nothing to close, and a record would lead others here.
             self._release()
             raise
         if parent is not None and not self._taken:
@@ -165,7 +166,7 @@ class Post:
             while not self._closing:
                 self._wait()
                 self._work()
-        except BaseException as error:  # noqa: BLE001 - a thread's error must reach its owner, whatever it is
+        except Exception as error:  # noqa: BLE001 - a thread's error must reach its owner, whatever it is
             log_event("broken", self._worker, level=logging.ERROR, why=repr(error))
             self._handler.broken(failure_of(error, self._worker))
         finally:

@@ -197,6 +197,7 @@ class Keeper:
                 pass
             self._holds_all = True
         except BaseException:
+            # Also of an interrupt: parameters are half overwritten here, and nobody else can give them back.
             self._executor.shutdown(wait=True, cancel_futures=True)
             for piece in self._pieces:
                 if piece.kept_already:

@@ -428,6 +428,7 @@ class SenderAdapter:
             after = session.call(intent, metadata, failure)
             return session.serve(self._duties.perform, after=after, until=until, progress=progress)
         except BaseException as error:
+            # An interrupt may strike after the call has left and before `serve` has begun.
             session.abandon(error)
             raise
 

@@ -233,6 +233,7 @@ class Session:
                         self._left_early = ask.txn
                     return ask.txn
         except BaseException as error:
+            # Also of an interrupt: the other ranks must not wait for this one until their deadlines.
             self.abandon(error)
             raise
         finally:

@@ -226,6 +226,7 @@ class Executor:
                     time.sleep(self._transport.patience.sleep_s(now - since))
                 previous = wait
         except BaseException as error:
+            # Also of an interrupt: peers are left in the middle, so this executor must not run again.
             self._failure = f"version {version} failed: {error}"
             raise
         finally:

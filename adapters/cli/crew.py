@@ -85,6 +85,7 @@ class Crew(Generic[CommandT, ReplyT]):
             for worker, setup in setups.items():
                 self._start(module, worker, setup, {**os.environ, **environment})
         except BaseException:
+            # Also of an interrupt: the caller gets nothing to close, and processes outlive their parent.
             self.end()
             raise
 
