@@ -24,8 +24,8 @@ from transfer_exec.kernels.base import RowColumn
 from transfer_exec.kernels.triton import TritonKernels
 from transfer_exec.transport.base import Memory
 
-_PORTABLE = 1
-"""Of ``cudaHostRegister``: pinned for every device of the process."""
+_PORTABLE_AND_MAPPED = 3
+"""Of ``cudaHostRegister``: for every device of the process, and for their kernels at the same address."""
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -135,7 +135,7 @@ class CudaDevice:
         """See `Device.pin`."""
         with torch.cuda.device(self._device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+            code = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE_AND_MAPPED)
         if int(code):
             raise TransportError(
                 f"{memory.nbytes} bytes of memory cannot be pinned for {self.name} (CUDA error {int(code)}); raise the "

@@ -163,8 +163,8 @@ def main() -> None:
         (0, "share"),
         (0, "open", 0),
         (1, "open", 1),
-        (1, "pin", 32, 1),
-        (0, "pin", 32, 1),
+        (1, "pin", 32, 3),
+        (0, "pin", 32, 3),
         (1, "unpin", 32),
     ], asked
     assert runtime.current == -1
