@@ -121,6 +121,8 @@ class Steps:
         self._step = 0
         self._last_ended = 0
         self._engaged: dict[str, None] = {}
+        self._noted: set[tuple[str, str]] = set()
+        self._remind_at: dict[str, float] = {}
         self._of, self._phase = "", ""
         self._phases: dict[str, str] = {}
         self._asked: Counter[str] = Counter()
@@ -161,6 +163,7 @@ class Steps:
         self._txn += 1
         self._step = 0
         self._engaged = {TRAINERS: None}
+        self._noted, self._remind_at = set(), {}
         self._asked.clear()
 
     def note(self, what: str, done: int = 0, total: int = 1) -> None:
@@ -334,10 +337,17 @@ class Steps:
             self._phases[group] = self._phase if only_stays else _phase_of({group: what}, self._of)
         self._asked.update(self._phases[group] for group in say)
         log_event("step", TRAINERS, level=logging.DEBUG, phase=self._phase, groups=len(say))
+        # Once for every phase, whichever engine is in it, and again before patience ends: engines that go at their own
+        # pace must not cost every trainer a message each.
+        now = time.monotonic()
         note = Note(self._txn, self._phase, 0, len(say), self._deadline_s + _NOTE_MARGIN_S)
         for group in self._engaged:
-            if group not in say and (told is None or group in told):
+            is_due = (group, self._phase) not in self._noted or now >= self._remind_at.get(group, now)
+            if group not in say and is_due and (told is None or group in told):
+                self._noted.add((group, self._phase))
                 self._send(group, note)
+            if group in say or is_due:
+                self._remind_at[group] = now + self._deadline_s / 2
         return waiting
 
     def _answer(self, waiting: Mapping[str, int], late_at: Mapping[str, float]) -> Gathered:

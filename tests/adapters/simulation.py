@@ -477,6 +477,7 @@ def simulated(
             patch.setattr(module, "threading", threads)
         patch.setattr(steps, "queue", SimpleNamespace(SimpleQueue=lambda: Queue(scheduler), Empty=queue.Empty))
         patch.setattr(station, "Post", partial(Post, network=job.network))
+        patch.setattr(station, "Finalize", lambda *given, **named: None)  # what is simulated ends with the test
         for module in (sender, receiver):
             patch.setattr(module, "Duties", partial(Duties, job=job))
         # A report is made of what executors saw, and there are none.
