@@ -215,6 +215,18 @@ class TransferReport:
             return None
         return self.transfer_s / self.lower_bound_s
 
+    @property
+    def verify_total_s(self) -> float:
+        """Seconds of all workers' comparing together."""
+        return sum(self.verify_s.values())
+
+    @property
+    def verify_at_most_s(self) -> float:
+        """What comparing added to the time from end to end, at most: the longest before the transfer and after it."""
+        before = {worker for worker, start in self.verify_from.items() if start < self.workers[worker].started_at}
+        sides = ([s for worker, s in self.verify_s.items() if (worker in before) == side] for side in (True, False))
+        return sum(max(side, default=0.0) for side in sides)
+
     def bytes_sent(self, worker: str, stage: Stage | None = None) -> int:
         """Payload bytes a worker sent, in one stage or in all."""
         return _of_stage(self.workers[worker].bytes_sent, stage)
@@ -233,6 +245,7 @@ class TransferReport:
         out["verify_from"] = dict(self.verify_from)
         out["stalls"] = {worker: [asdict(stall) for stall in stalls] for worker, stalls in self.stalls.items()}
         out["ratio_to_bound"] = self.ratio_to_bound
+        out["verify_total_s"], out["verify_at_most_s"] = self.verify_total_s, self.verify_at_most_s
         return out
 
     def __str__(self) -> str:
@@ -249,7 +262,10 @@ class TransferReport:
                 f"publication {m.publication_s:.4f} s"
             )
         if self.verification:
-            lines.append(f"verified by {self.verification}, at most {max(self.verify_s.values(), default=0.0):.4f} s")
+            lines.append(
+                f"verified by {self.verification}: {self.verify_at_most_s:.4f} s from end to end, "
+                f"{self.verify_total_s:.4f} s of all workers"
+            )
         for worker, report in self.workers.items():
             sent, received = (_by_stage(each) for each in (report.bytes_sent, report.bytes_received))
             direct = f"; {report.direct_bytes:,} of them directly" if report.direct_bytes else ""

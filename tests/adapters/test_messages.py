@@ -39,7 +39,7 @@ DOWN = [
     messages.Welcome("f3"),
     messages.Refused(FAILURE, True),
     messages.Ping(),
-    messages.Ask(9, 2, 65.0, duties.Bind(b"program", "shared_memory", (duties.Cell(3, b"runs"),), 2)),
+    messages.Ask(9, 2, 65.0, duties.Bind(b"program", "shared_memory", (duties.Cell(3, b"runs"),), machines=2)),
     messages.Ask(9, 2, 65.0, duties.Attach({"engine/a/0": b"endpoint"})),
     messages.ProposeStop(9, Propose(3, 18)),
     messages.Committed(9, 3, 65.0),

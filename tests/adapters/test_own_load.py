@@ -255,6 +255,10 @@ def test_updates_are_compared_end_to_end(tmp_path: Path) -> None:
             assert isinstance(report, TransferReport)
             assert report.verification == "full"
             assert set(report.verify_s) == set(report.workers)
+            assert report.verify_total_s == sum(report.verify_s.values())
+            longest = [max(s for w, s in report.verify_s.items() if w.startswith(side)) for side in ("trainer", "eng")]
+            assert report.verify_at_most_s == pytest.approx(sum(longest))
+            assert "verified by full" in str(report)
             assert [one.holding.loads for one in crew.rollouts.values()] == [n + 1 for n in loads[:3]] + [loads[3] + 2]
             for one in crew.rollouts.values():
                 assert same_bits(one.holding.tensors, one.holding.expected(version))

@@ -23,7 +23,12 @@ Ran = tuple[float, float, dict[int, int]]
 
 
 def serve(
-    pipe: Connection, program: bytes, source_map: bytes, cells: Sequence[tuple[int, bytes]], threads: int
+    pipe: Connection,
+    program: bytes,
+    source_map: bytes,
+    cells: Sequence[tuple[int, bytes]],
+    threads: int,
+    receives: bool,
 ) -> None:
     """Run updates as ``(version, with digests)`` asks: trainers digest before, rollouts after, as the adapters do."""
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
@@ -32,9 +37,8 @@ def serve(
     for tensor in mine.tensors:
         storage = dtype_of(tensor.dtype).storage
         memory[tensor.name] = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
-    proof = plan_proof(worker_map, [Cell(*cell) for cell in cells])
+    proof = plan_proof(worker_map, [Cell(*cell) for cell in cells], threads=threads)
     executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
-    receives = mine.release is not None
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
     pipe.send("connected")

@@ -1,75 +1,192 @@
-"""What proving an update costs: a 1 GB dense model over shared memory with digests, against the same without.
+"""What proving an update costs, with `verify="digest"`.
 
-Two FSDP trainers to an engine of two tensor-parallel ranks, a process each. Trainers digest what they hold before the
-first byte leaves, rollouts what has landed; the digests must agree, class by class, or there is no row. The second case
-is the loop alone, over the trainers' memory in one process, against a memcpy of as many bytes.
+    host       a dense model between processes over shared memory, read straight out of the trainers' parameters: with
+               digests against the same without
+    staged     the same in rounds through buffers
+    cluster    four trainers to four rollouts on links of 400 Mbit/s, with adapters: end to end against that without the
+               trainers' and the rollouts' longest digest
+    loop       digests of the trainers' parameters by all cores, against a plain read of the same bytes
+
+Trainers digest what they hold before the first byte leaves, rollouts what has landed; the digests must agree, class by
+class, or there is no row. One byte of a model is read twice for it, and moved by one copy or by three.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from adapters.cli.benchmark import Row, interleaved_medians
 from adapters.verification import cells_of, check_digests, check_holders
+from layout_algebra._jit import kernel
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.fingerprint import plan_fingerprints
 from layout_algebra.source_map import SourceMap
+from tests.adapters.crew import compile_kernels
 from tests.benchmarks._digest_worker import Ran, serve
-from tests.benchmarks.host import answers, ask, copy_of, crossing, processes
-from transfer_exec.compiler import compile_program
+from tests.benchmarks.host import answers, ask, crossing, processes
+from tests.cluster.fleet import Fleet, Job
+from tests.cluster.model import shapes, total_bytes
+from tests.cluster.network import Cluster, NodeSpec, why_not
+from transfer_exec.compiler import Compiler
+from transfer_exec.direct import Near
 from transfer_exec.plan import Plan
+from transfer_exec.report import TransferReport
+from transfer_exec.topology import Topology
 
 LAYERS = 8
+LINK_BYTES_PER_S = 50e6
+NODES = 4
+MODEL = {"layers": 7, "hidden": 1024, "wide": 2816, "words": 9844}
+REPEATS = 7
+
+
+def cases() -> dict[str, Callable[[], list[Row]]]:
+    """The benchmark's cases."""
+    return {"host": partial(host, direct=True), "staged": partial(host, direct=False), "cluster": cluster, "loop": loop}
 
 
 def rows() -> list[Row]:
-    """The benchmark's rows."""
+    """All rows."""
+    return [row for case in cases().values() for row in case()]
+
+
+def host(*, direct: bool) -> list[Row]:
+    """Updates of processes on this host, with digests and without in turns."""
     space, plan, maps = crossing(LAYERS)
-    needers = set(plan.needers)
-    correspondence = correspond(
-        {name: each for name, each in maps.items() if name not in needers},
-        {name: each for name, each in maps.items() if name in needers},
-    )
-    model_bytes = space.total_elements * 2
-    with workers(plan, maps, correspondence) as run:
-        value, floor = interleaved_medians(lambda: run(True), lambda: run(False), repeats=7)
-    name = f"{model_bytes / 1e9:.1f} GB"
-    host = Row.against_floor(f"host {name}", value=value, unit="s", floor=floor, bar=1.6)
+    with workers(plan, maps, classes_of(plan, maps), Near(maps, {}) if direct else None) as run:
+        value, floor = interleaved_medians(lambda: run(True), lambda: run(False), repeats=REPEATS)
+    name = f"{'host' if direct else 'staged'}, {space.total_elements * 2 / 1e9:.1f} GB"
+    return [Row.against_floor(name, value=value, unit="s", floor=floor, bar=1.6)]
+
+
+def loop() -> list[Row]:
+    """Digests alone."""
+    space, plan, maps = crossing(LAYERS)
     trainers = [maps[name] for name in plan.holders]
-    value, floor = interleaved_medians(digests_of(trainers, correspondence), copy_of(model_bytes), repeats=7)
-    return [host, Row.against_floor(f"loop {name}", value=value, unit="s", floor=floor)]
+    memories = [memory_of(each, number) for number, each in enumerate(trainers)]
+    classes = [group.runs for group in classes_of(plan, maps).classes]
+    plans = [plan_fingerprints(each, classes) for each in trainers]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    shares = [(share, memory) for one, memory in zip(plans, memories, strict=True) for share in one.shares(8)]
+    words = [array.reshape(-1).view(np.uint64) for memory in memories for array in memory.values()]
+
+    def digest() -> None:
+        list(pool.map(lambda share: share[0].sums(share[1]), shares))
+
+    value, floor = interleaved_medians(digest, lambda: list(pool.map(read, words)), repeats=REPEATS)
+    return [Row.against_floor(f"loop, {space.total_elements * 2 / 1e9:.1f} GB", value=value, unit="s", floor=floor)]
 
 
-def digests_of(maps: Sequence[SourceMap], correspondence: Correspondence) -> Callable[[], object]:
-    """Digests of every class of some workers' memory, a thread each."""
-    classes = [group.runs for group in correspondence.classes]
-    jobs = []
-    for each in maps:
-        random = np.random.default_rng(1)
-        memory = {n: random.integers(0, 1 << 15, each.shape(n), dtype=np.uint16) for n in each.parameters}
-        jobs.append(partial(plan_fingerprints(each, classes).sums, memory))
-    pool = ThreadPoolExecutor(len(jobs))
-    return lambda: [future.result() for future in [pool.submit(job) for job in jobs]]
+def cluster() -> list[Row]:
+    """Updates of real adapters on the one-machine cluster; what digests add is in their reports.
+
+    Raises
+    ------
+    RuntimeError
+        Where no cluster can be made, or bits did not arrive.
+    """
+    reason = why_not()
+    if reason:
+        raise RuntimeError(f"benchmark digest: cannot run here: {reason}")
+    importlib.import_module("mooncake.engine")
+    compile_kernels()
+    tensors = shapes(**MODEL)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = (folder, "mooncake")
+        jobs = [
+            Job(rank, "tests.cluster.workers:TrainerNode", (tensors, NODES, *shared, "digest")) for rank in range(NODES)
+        ]
+        jobs += [
+            Job(NODES + rank, "tests.cluster.workers:RolloutNode", (tensors, str(rank), *shared))
+            for rank in range(NODES)
+        ]
+        with (
+            Cluster([NodeSpec(LINK_BYTES_PER_S, LINK_BYTES_PER_S)] * len(jobs)) as network,
+            Fleet(network, jobs) as fleet,
+        ):
+            reports = updates(fleet)
+            fleet.each(range(len(jobs)), "leave")
+    ewtt = [one.measures.ewtt_s for one in reports if one.measures is not None]
+    without = [one.measures.ewtt_s - one.verify_at_most_s for one in reports if one.measures is not None]
+    return [
+        Row.against_floor(
+            f"cluster, {total_bytes(tensors) / 1e9:.1f} GB",
+            value=statistics.median(ewtt),
+            unit="s",
+            floor=statistics.median(without),
+            bar=1.02,
+        )
+    ]
+
+
+def updates(fleet: Fleet) -> list[TransferReport]:
+    """Reports of several updates, the first left out."""
+    topology = Topology.uniform(
+        trainers=NODES,
+        engines=NODES,
+        engine_size=1,
+        workers_per_node=1,
+        nic_bytes_per_s=LINK_BYTES_PER_S,
+        local_bytes_per_s=1e10,
+    )
+    trainers, rollouts = range(NODES), range(NODES, 2 * NODES)
+    fleet.each(trainers, "connect", [str(rank) for rank in range(NODES)], topology, 4_000_000)
+    out = []
+    for version in range(1, REPEATS + 1):
+        fleet.each(trainers, "fill", version)
+        report = fleet.each(trainers, "send", version, time.monotonic() + 0.5)[0]
+        assert isinstance(report, TransferReport)
+        if not all(fleet.each(rollouts, "holds", version)):
+            raise RuntimeError(f"benchmark digest: version {version} did not arrive bit by bit")
+        out.append(report)
+    return out[1:]
+
+
+@kernel
+def read(words: npt.NDArray[np.uint64]) -> np.uint64:
+    """Look at every word."""
+    total = np.uint64(0)
+    for number in range(len(words)):
+        total ^= words[number]
+    return total
+
+
+def memory_of(source_map: SourceMap, seed: int) -> dict[str, npt.NDArray[np.uint16]]:
+    """Random parameters of two bytes an element."""
+    random = np.random.default_rng(seed)
+    return {n: random.integers(0, 1 << 15, source_map.shape(n), dtype=np.uint16) for n in source_map.parameters}
+
+
+def classes_of(plan: Plan, maps: dict[str, SourceMap]) -> Correspondence:
+    """What a plan's trainers hold and rollouts need."""
+    return correspond({name: maps[name] for name in plan.holders}, {name: maps[name] for name in plan.needers})
 
 
 @contextmanager
 def workers(
-    plan: Plan, maps: dict[str, SourceMap], correspondence: Correspondence
+    plan: Plan, maps: dict[str, SourceMap], correspondence: Correspondence, near: Near | None
 ) -> Iterator[Callable[[bool], float]]:
     """Every worker of a plan in a process; a call runs the next version, with digests or without; its seconds."""
     threads = max(1, len(os.sched_getaffinity(0)) // len(plan.workers))
+    compiler = Compiler(plan, near)
     arguments = [
         (
-            compile_program(plan, worker, maps[worker]).to_bytes(),
+            compiler.program(worker, maps[worker]).to_bytes(),
             maps[worker].to_bytes(),
             [(cell.number, cell.runs) for cell in cells_of(correspondence, worker)],
             threads,
+            worker in plan.needers,
         )
         for worker in plan.workers
     ]
