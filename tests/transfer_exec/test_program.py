@@ -19,7 +19,8 @@ from transfer_exec.gather import Column
 from transfer_exec.plan import Plan, Stage
 from transfer_exec.planner import make_plan
 from transfer_exec.program import Await, Pack, Program, Release, Write
-from transfer_exec.program_bytes import _MAGIC, check_program, encode_program, plain_program
+from transfer_exec.program_bytes import _MAGIC, encode_program, plain_program
+from transfer_exec.program_checks import check_program
 from transfer_exec.regions import Buffer, Letter
 from transfer_exec.schedule import Schedule
 from transfer_exec.topology import Topology

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -46,15 +44,13 @@ from transfer_exec.transport.base import (
     check_process,
     new_incarnation,
 )
+from transfer_exec.transport.queues import Bases, Peer, Transfer
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
 from transfer_exec.transport.stretches import Lent, Stretches
 
 _Posted = TypeVar("_Posted")
 
 _MOST = (1 << 62) - 1
-
-Bases = Mapping[str, tuple[int, ...]]
-"""By region of a peer, the address of each of its pieces as the wire here knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +100,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._pinned: list[Memory] = []
         self._regions = RegionTable()
         self._places: dict[str, tuple[str, ...]] = {}
-        self._peers: dict[str, _Peer[_Posted]] = {}
-        self._writes: dict[int, _Write[_Posted]] = {}
+        self._peers: dict[str, Peer[_Posted]] = {}
+        self._writes: dict[int, Transfer[_Posted]] = {}
         self._posted = 0
         self._channels = 0
         self._lent: tuple[Stretches, Lent] | None = None
@@ -247,7 +243,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._check()
         check_peer(self.worker, self.name, peer)
         lent = None if peer.lent is None else Stretches.of(peer.lent)
-        self._peers[peer.worker] = _Peer(peer, self._reach(peer), lent)
+        self._peers[peer.worker] = Peer(peer, self._reach(peer), lent)
 
     def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
         """See `Transport.write`."""
@@ -267,7 +263,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         rows[:, 0] += memory.ctypes.data
         pieces, offsets = rows[:, 1] // info.piece_bytes, rows[:, 1] % info.piece_bytes
         rows[:, 1] = np.array([*known.bases[region], 0], dtype=np.int64)[pieces] + offsets
-        return self._take(_Write(known, region, rows))
+        return self._take(Transfer(known, region, rows))
 
     def read(self, peer: str, memory: Stretches, descriptors: Descriptors) -> Ticket:
         """See `Transport.read`."""
@@ -279,7 +275,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         source = known.lent.locate(theirs, lengths, f"lent by {peer}")
         target = memory.locate(mine, lengths, f"of {self.worker}")
         rows = merge_neighbours(np.stack([target, source, lengths], axis=1).astype(np.uint64)).astype(np.int64)
-        return self._take(_Write(known, "", rows, reads=True))
+        return self._take(Transfer(known, "", rows, reads=True))
 
     def finished(self, ticket: Ticket) -> bool:
         """See `Transport.finished`."""
@@ -337,14 +333,14 @@ class CheckedTransport(ABC, Generic[_Posted]):
         size = self._limits.piece_bytes
         return [memory[start : start + size] for start in range(0, memory.nbytes, size)]
 
-    def _take(self, write: _Write[_Posted]) -> Ticket:
+    def _take(self, write: Transfer[_Posted]) -> Ticket:
         self._posted += 1
         self._writes[self._posted] = write
         write.peer.queue.append(write)
         self._post_more(write.peer)
         return Ticket(self._posted)
 
-    def _post_more(self, peer: _Peer[_Posted]) -> None:
+    def _post_more(self, peer: Peer[_Posted]) -> None:
         """Post what there is room for, oldest write first."""
         while peer.queue:
             write = peer.queue[0]
@@ -364,12 +360,12 @@ class CheckedTransport(ABC, Generic[_Posted]):
                     peer.in_flight += len(batch)
             peer.queue.popleft()
 
-    def _move(self, peer: _Peer[_Posted], write: _Write[_Posted], batch: IdArray) -> _Posted | None:
+    def _move(self, peer: Peer[_Posted], write: Transfer[_Posted], batch: IdArray) -> _Posted | None:
         if write.reads:
             return self._fetch(peer.endpoint, batch)
         return self._post(peer.endpoint, write.region, batch)
 
-    def _collect(self, write: _Write[_Posted]) -> None:
+    def _collect(self, write: Transfer[_Posted]) -> None:
         left = []
         for posted, count in write.under_way:
             try:
@@ -388,7 +384,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         if self._closed:
             raise TransportError(f"{self.worker}: transport is closed")
 
-    def _known(self, peer: str) -> _Peer[_Posted]:
+    def _known(self, peer: str) -> Peer[_Posted]:
         """A connected peer that may still be written."""
         self._check()
         known = self._peers.get(peer)
@@ -399,30 +395,6 @@ class CheckedTransport(ABC, Generic[_Posted]):
         if gone:
             raise PeerGoneError(f"{peer}: {gone}; exchange endpoints again")
         return known
-
-
-@dataclass(slots=True, eq=False)
-class _Peer(Generic[_Posted]):
-    """A connected peer, the writes to it that have not been posted whole, and how much of it the wire has."""
-
-    endpoint: Endpoint
-    bases: Bases
-    lent: Stretches | None
-    queue: deque[_Write[_Posted]] = field(default_factory=deque)
-    in_flight: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Write(Generic[_Posted]):
-    """One ticket, of a read or a write: rows before ``position`` were posted, those of ``under_way`` have not ended."""
-
-    peer: _Peer[_Posted]
-    region: str
-    rows: IdArray
-    reads: bool = False
-    position: int = 0
-    under_way: list[tuple[_Posted, int]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
 
 
 def _spelled(addresses: tuple[str, ...], piece_bytes: int) -> tuple[str, int, tuple[str, ...]]:

@@ -29,8 +29,9 @@ from layout_algebra.dtypes import IdArray
 from transfer_exec.device import Device, Event
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory
-from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.lease import Lease, hold
+from transfer_exec.transport.queues import Bases
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 

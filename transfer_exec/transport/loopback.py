@@ -30,7 +30,8 @@ import numpy as np
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
-from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.checked import CheckedTransport, Limits
+from transfer_exec.transport.queues import Bases
 from transfer_exec.transport.stretches import Stretches
 
 _ALIGNMENT = 64

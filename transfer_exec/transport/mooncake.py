@@ -35,9 +35,10 @@ from transfer_exec.host_reading import RDMA, read_addresses, read_devices, read_
 from transfer_exec.kernels.cpu import read_word
 from transfer_exec.transport.addresses import choose_address, usable_addresses
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Patience
-from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.devices import choose_devices
 from transfer_exec.transport.mooncake_engine import MooncakeEngine, Post, PostState, describe
+from transfer_exec.transport.queues import Bases
 
 _HEADER_BYTES = 64
 _SLOTS = 4

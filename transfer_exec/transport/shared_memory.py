@@ -33,8 +33,9 @@ from transfer_exec.device import Device
 from transfer_exec.errors import TransportError, UnreadableError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
-from transfer_exec.transport.checked import Bases, CheckedTransport, Limits
+from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
+from transfer_exec.transport.queues import Bases
 from transfer_exec.transport.stretches import Stretches
 
 _HEADER_BYTES = 64
