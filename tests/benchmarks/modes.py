@@ -2,7 +2,8 @@
 
 Two trainers hold a model in rows; every rollout holds all of it, fused. On the host they are the two ranks of one
 engine, over the slow link an engine each, on a node of its own (`tests.cluster`). Every trainer overwrites its weights
-as soon as `send_weights` returns, and every version is compared bit by bit where it lands. A mode is named by who stages:
+as soon as `send_weights` returns, and every version is compared bit by bit where it lands. Modes are named by who
+stages:
 
     sync, sender, receiver, both
 
