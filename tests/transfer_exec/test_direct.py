@@ -14,6 +14,7 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.compiler import Compiler, compile_program
 from transfer_exec.direct import Division, MoveColumn, Near, divide
 from transfer_exec.errors import ProgramError
+from transfer_exec.in_process import run_in_process
 from transfer_exec.plan import Plan, Stage
 from transfer_exec.planner import make_plan
 from transfer_exec.program import FetchColumn, Program
@@ -160,6 +161,28 @@ def test_direct_and_rest_are_the_plan(seed: int) -> None:
             )
         assert read == gone
     assert rest == {}
+
+
+def test_tensors_that_stay_together_in_rounds_may_be_partly_direct() -> None:
+    """The rest keeps the rounds that tensors were dealt to; one that is direct as a whole leaves its round empty."""
+    plan, maps = planned(
+        {"trainer/0": {"a": A, "b": B}}, {"engine/0/0": {"p": np.concatenate([A[:3], A[:2:-1]]), "q": B}}
+    )
+    sides = [{w: maps[w] for w in side} for side in (plan.holders, plan.needers)]
+    topology = Topology.uniform(
+        trainers=1, engines=1, engine_size=1, workers_per_node=1, nic_bytes_per_s=1e9, local_bytes_per_s=1e10
+    )
+    plan = make_plan(correspond(*sides), topology, buffer_bytes=512, keep_together="tensor")
+    assert plan.rounds == 2
+    division = divide(plan, Near(maps, {}, 65))
+    assert division.moves["trainer/0", "engine/0/0"].bytes == 4 * (48 + 64)
+    assert division.rest.rounds == 2
+    values = np.arange(1, 193, dtype=np.float32)
+    memory = {"trainer/0": {"a": values[A - 1], "b": values[B - 1]}}
+    memory["engine/0/0"] = {"p": np.zeros((8, 16), dtype=np.float32), "q": np.zeros(64, dtype=np.float32)}
+    run_in_process(plan, maps, memory, direct_bytes=65)
+    assert np.array_equal(memory["engine/0/0"]["p"], np.concatenate([A[:3], A[:2:-1]]))
+    assert np.array_equal(memory["engine/0/0"]["q"], B)
 
 
 def program_bytes(direct: bool = True) -> tuple[Program, Program]:

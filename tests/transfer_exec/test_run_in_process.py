@@ -123,14 +123,18 @@ def a_case() -> tuple[Plan, dict[str, SourceMap], dict[str, dict[str, np.ndarray
     return plan_for(maps["trainer/0"], {w: maps[w] for w in ("engine/0/0", "engine/0/1")}), maps, memory
 
 
-def test_opaque_parameters_are_left_alone_and_their_tensors_staged() -> None:
+@BOTH_WAYS
+def test_opaque_parameters_are_left_alone_and_their_tensors_staged(direct_bytes: int | None) -> None:
     plan, maps, memory = a_case()
     staged: dict[str, Mapping[str, np.ndarray]] = {}
 
     def keep(executors: Mapping[str, Executor]) -> None:
         staged.update({worker: executor.staged for worker, executor in executors.items()})
 
-    report = run_in_process(plan, maps, memory, inspect=keep)
+    report = run_in_process(plan, maps, memory, direct_bytes=direct_bytes, inspect=keep)
+    assert report.workers["engine/0/1"].direct_bytes == (16 if direct_bytes else 0), (
+        "x; w comes by way of the other rank"
+    )
     assert report.opaque == {"engine/0/1": ("packed",)}
     assert memory["engine/0/1"]["packed"].tolist() == [9, 9]
     assert memory["engine/0/0"]["unrelated"].tolist() == [9, 9, 9]
@@ -143,7 +147,8 @@ def test_opaque_parameters_are_left_alone_and_their_tensors_staged() -> None:
     assert report.measures is None
 
 
-def test_a_staged_tensor_may_have_a_parameters_name() -> None:
+@BOTH_WAYS
+def test_a_staged_tensor_may_have_a_parameters_name(direct_bytes: int | None) -> None:
     """The checkpoint's w is staged for an opaque parameter while a reversed copy of it is called w too."""
     space = CheckpointSpace([TensorSpec("w", (4,), "F32")])
     whole = SourceMap.from_ids(space, {"w": np.arange(1, 5)})
@@ -153,7 +158,11 @@ def test_a_staged_tensor_may_have_a_parameters_name() -> None:
     memory = {"trainer/0": {"w": np.arange(4, dtype=np.float32)}, "engine/0/0": {"w": np.zeros(4, dtype=np.float32)}}
     staged: list[Mapping[str, np.ndarray]] = []
     maps = {"trainer/0": whole, "engine/0/0": needed}
-    run_in_process(plan, maps, memory, inspect=lambda executors: staged.append(executors["engine/0/0"].staged))
+
+    def keep(executors: Mapping[str, Executor]) -> None:
+        staged.append(executors["engine/0/0"].staged)
+
+    run_in_process(plan, maps, memory, direct_bytes=direct_bytes, inspect=keep)
     assert memory["engine/0/0"]["w"].tolist() == [3, 2, 1, 0]
     assert staged[0]["w"].tolist() == [0, 1, 2, 3]
 
