@@ -267,7 +267,9 @@ class Duties:
             self._storage = Storage.of(memory).only(sorted(takes_part))
             self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
-        self._proof = plan_proof(source_map, duty.cells, staged=staged, threads=torch.get_num_threads())
+        self._proof = plan_proof(
+            source_map, duty.cells, staged=staged, threads=torch.get_num_threads(), tensors=memory
+        )
         self._own_load = None
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
@@ -42,6 +44,14 @@ def cells_of(correspondence: Correspondence, worker: str) -> tuple[Cell, ...]:
     )
 
 
+class Sums(Protocol):
+    """Digests of all classes over memory that it knows."""
+
+    def sums(self) -> npt.NDArray[np.uint64]:
+        """One a class; the sums of several add up."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Proof:
     """The demand classes that a worker's own memory can prove, found once and digested in every update.
@@ -51,17 +61,20 @@ class Proof:
     numbers
         Of the classes.
     plan
-        Where their elements are in parameters.
+        Where their elements are in parameters in host memory, or that are converted.
     staged
         Where those are that no parameter copies: in checkpoint tensors that arrive whole.
     shares
         Both in shares of equal work, a thread each, and whether a share is of what is staged.
+    beside
+        Digests of the parameters that are on GPUs, taken there.
     """
 
     numbers: tuple[int, ...]
     plan: FingerprintPlan
     staged: FingerprintPlan
     shares: tuple[tuple[FingerprintPlan, bool], ...]
+    beside: tuple[Sums, ...] = ()
 
     def digests(self, memory: Memory, staged: Memory = MappingProxyType({})) -> dict[int, int]:
         """Digest every class by its number; reads all memory that they live in once."""
@@ -71,12 +84,18 @@ class Proof:
             return plan.sums(staged if of_staged else memory)
 
         with ThreadPoolExecutor(len(self.shares)) as pool:
-            total = np.stack(list(pool.map(sums, self.shares))).sum(axis=0, dtype=np.uint64)
+            found = pool.map(sums, self.shares)
+            total = np.stack([*(each.sums() for each in self.beside), *found]).sum(axis=0, dtype=np.uint64)
         return dict(zip(self.numbers, total.tolist(), strict=True))
 
 
 def plan_proof(
-    source_map: SourceMap, cells: Sequence[Cell], *, staged: Collection[str] = (), threads: int = 1
+    source_map: SourceMap,
+    cells: Sequence[Cell],
+    *,
+    staged: Collection[str] = (),
+    threads: int = 1,
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Proof:
     """Find which of some classes a worker can prove, and where they are.
 
@@ -90,6 +109,9 @@ def plan_proof(
         Checkpoint tensors that are there whole, beside the parameters.
     threads
         How many digest side by side, if there is enough to do.
+    tensors
+        The parameters; those on GPUs are digested where they are, as far as they are contiguous and of the checkpoint's
+        dtype, and must stay there.
 
     Raises
     ------
@@ -106,9 +128,25 @@ def plan_proof(
         if not rest.subtract(arrived) and not runs.intersect(narrow):
             copied[cell.number], computed[cell.number] = runs.intersect(held), rest
     plan = plan_fingerprints(source_map, list(copied.values()))
-    beside = plan_fingerprints(whole_tensors, list(computed.values()))
-    shares = [(each, of_staged) for of_staged, both in enumerate((plan, beside)) for each in both.shares(threads)]
-    return Proof(tuple(copied), plan, beside, tuple((each, bool(of_staged)) for each, of_staged in shares))
+    plan, on_devices = _by_device(plan, tensors)
+    arrived_plan = plan_fingerprints(whole_tensors, list(computed.values()))
+    shares = [(each, False) for each in plan.shares(threads)] + [(each, True) for each in arrived_plan.shares(threads)]
+    return Proof(tuple(copied), plan, arrived_plan, tuple(shares), on_devices)
+
+
+def _by_device(
+    plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]
+) -> tuple[FingerprintPlan, tuple[Sums, ...]]:
+    """The part of a plan that is for the processor, and the rest of it for every GPU."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type == "cuda"}
+    if not devices:
+        return plan, ()
+    from transfer_exec.kernels.triton_digest import DeviceDigest, device_parts  # Triton may be missing elsewhere
+
+    here, others = device_parts(plan, {name: tensors[name] for name in devices})
+    groups = {device: [part for part in here if devices[part.parameter] == device] for device in devices.values()}
+    found = [DeviceDigest(replace(plan, parts=tuple(parts)), tensors) for parts in groups.values() if parts]
+    return replace(plan, parts=others), tuple(found)
 
 
 def check_holders(correspondence: Correspondence, digests: Digests) -> None:

@@ -29,22 +29,31 @@ _ABREAST, _TALL, _PITCH = 64, 256, 256 + 32
 """So many strips beside each other are turned at once, so many elements of each; the pitch keeps them apart."""
 
 
+def block_factors(blocks: IdArray) -> npt.NDArray[np.uint64]:
+    """The factor A of every block of ids: odd numbers of 64 bits."""
+    return _mixed(blocks) | np.uint64(1)
+
+
 def block_weights() -> npt.NDArray[np.uint32]:
     """The table B: 4,096 odd numbers, all different."""
-    state = np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (_mixed(np.arange(_BLOCK)) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+
+
+def _mixed(numbers: IdArray) -> npt.NDArray[np.uint64]:
+    state = (numbers + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((state ^ (state >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    return state ^ (state >> np.uint64(31))
 
 
-def _element_weights(item_bytes: int) -> npt.NDArray[np.uint64]:
+def element_weights(item_bytes: int) -> npt.NDArray[np.uint64]:
     """The table V for elements of a width."""
     place = np.arange(_BLOCK) * min(item_bytes, 4)
     return _WORD_WEIGHTS[place // 4].astype(np.uint64) << (8 * (place % 4)).astype(np.uint64)
 
 
 _WORD_WEIGHTS = block_weights()
-_WEIGHTS = {item_bytes: _element_weights(item_bytes) for item_bytes in (1, 2, 4, 8)}
+_WEIGHTS = {item_bytes: element_weights(item_bytes) for item_bytes in (1, 2, 4, 8)}
 
 
 def element_at(array: npt.NDArray[np.unsignedinteger], index: int) -> np.uint64:
@@ -91,8 +100,8 @@ def _compiled_word_at(array, start, number):
 
 
 @inlined
-def block_factor(block: int) -> np.uint64:
-    """A: an odd number for every block of ids."""
+def _block_factor(block: int) -> np.uint64:
+    """One of `block_factors`."""
     mix = np.uint64(block + 1) * np.uint64(0x9E3779B97F4A7C15)
     mix = (mix ^ (mix >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mix = (mix ^ (mix >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -142,7 +151,7 @@ def _sum_run(
         low = (first + done) & (_BLOCK - 1)
         count = min(length - done, _BLOCK - low)
         dot = _dot_run(bits, start + done, low, count, shift, weights, word_weights)
-        total += block_factor((first + done) >> _SHIFT) * dot
+        total += _block_factor((first + done) >> _SHIFT) * dot
         done += count
     return total
 
