@@ -159,7 +159,7 @@ class Steps:
 
     def open(self, of: str) -> None:
         """Begin a transaction, a ``"connect"`` or a ``"version 7"``."""
-        self._of = of
+        self._of = self._phase = of
         self._txn += 1
         self._step = 0
         self._engaged = {TRAINERS: None}

@@ -35,6 +35,7 @@ class Job:
     deadline_s: float
     step_s: float = 0.0
     replicas: bool = False
+    staging: bool = False
 
 
 class Interrupts:
@@ -115,6 +116,7 @@ class Trainer(Worker):
             rank=self._rank,
             world_size=self._world_size,
             rendezvous=job.folder,
+            staging=job.staging,
             deadline_s=job.deadline_s,
         )
 
@@ -170,6 +172,7 @@ class Rollout(Worker):
             rank=self._rank,
             world_size=self._world_size,
             rendezvous=job.folder,
+            staging=job.staging,
             deadline_s=job.deadline_s,
             before_update_hook=lambda: self._hooks.append("before"),
             after_update_hook=lambda: self._hooks.append("after"),
@@ -192,6 +195,18 @@ class Rollout(Worker):
     def untouched(self) -> bool:
         """Whether nothing was ever written."""
         return same_bits(self._holding.tensors, copy_of(rollout(self._rank, self._world_size).tensors))
+
+    def slow(self, seconds: float) -> None:
+        """Take so long for every write into parameters from now on."""
+        assert self._receiver is not None
+        kernels = self._receiver._duties._kernels
+        before_run = kernels.before_run
+
+        def run_late() -> None:
+            time.sleep(seconds)
+            before_run()
+
+        kernels.before_run = run_late  # type: ignore[method-assign]
 
     def die_at(self, number: int) -> None:
         """End this process in the middle of an update: when parameters are about to be written for the n-th time."""

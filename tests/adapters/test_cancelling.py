@@ -22,7 +22,9 @@ pytestmark = pytest.mark.processes
 EVERYBODY = (*TRAINERS, *ROLLOUTS)
 DEADLINE_S = 15.0
 HEARD_WITHIN_S = 2 * DEADLINE_S
-TRIALS = 24
+TRIALS = 20
+STRUCK = 5
+"""Interrupts that must have found a call to strike in."""
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,17 @@ def fleet() -> Iterator[Fleet]:
     made.end()
 
 
-@pytest.fixture
-def job(fleet: Fleet, tmp_path: Path) -> Job:
+def join(fleet: Fleet, folder: Path, *, staging: bool = False) -> Job:
     fleet.start()
-    made = Job(tmp_path / "meeting", write_checkpoint(tmp_path / "checkpoint"), deadline_s=DEADLINE_S)
+    checkpoint = write_checkpoint(folder / "checkpoint")
+    made = Job(folder / "meeting", checkpoint, deadline_s=DEADLINE_S, staging=staging)
     fleet.ask(EVERYBODY, "join", made)
     return made
+
+
+@pytest.fixture
+def job(fleet: Fleet, tmp_path: Path) -> Job:
+    return join(fleet, tmp_path)
 
 
 def interrupt(fleet: Fleet, name: str, after_s: float) -> None:
@@ -54,37 +61,45 @@ def updated(fleet: Fleet, version: int) -> None:
     assert all(one["ready"] and one["version"] == version for one in looks.values()), looks  # type: ignore[index]
 
 
-def test_interrupts_at_random_moments_of_updates(fleet: Fleet, job: Job) -> None:
-    fleet.ask(TRAINERS, "connect", ["a", "b"], 1 << 20)
-    began = time.monotonic()
+@pytest.mark.parametrize("staging", [False, True], ids=["in place", "staged"])
+def test_interrupts_at_random_moments_of_updates(fleet: Fleet, tmp_path: Path, staging: bool) -> None:
+    job = join(fleet, tmp_path, staging=staging)
+    fleet.ask(TRAINERS, "connect", ["a", "b"], 64)
+    fleet.ask(ROLLOUTS, "slow", 0.01)
     updated(fleet, 1)
+    began = time.monotonic()
+    fleet.ask(TRAINERS, "send", 2, None)
+    fleet.ask(TRAINERS, "result", None)
     lasts_s = time.monotonic() - began
     before, shared = fleet.ask(EVERYBODY, "resources"), segments()
-    struck = 0
-    for trial in range(TRIALS):
+    struck, said_before = 0, 0
+    for trial in range(3 * TRIALS):
+        if trial >= TRIALS and struck >= STRUCK:
+            break
         made = random.Random(trial)
         victim = made.choice(EVERYBODY)
         version = 10 * (trial + 1)
         for name in TRAINERS:
             fleet.tell(name, "send", version, None)
-        interrupt(fleet, victim, made.uniform(0, lasts_s))
-        sent = {name: fleet.answer(name, HEARD_WITHIN_S) for name in TRAINERS}
-        late = [name for name in TRAINERS if sent[name][0] == "fine"]
-        for name in late:
             fleet.tell(name, "result", None)
-        ended = {name: fleet.answer(name, HEARD_WITHIN_S) for name in late}
-        errors = fleet.ask(ROLLOUTS, "look")
-        wrong = [one for one in (*sent.values(), *ended.values()) if one[0] == "error"]
-        struck += bool(wrong) or any(one["errors"] for one in errors.values())  # type: ignore[index]
+        interrupt(fleet, victim, made.uniform(0, lasts_s))
+        answers = [fleet.answer(name, HEARD_WITHIN_S) for name in (*TRAINERS, *TRAINERS)]
+        wrong = [one for one in answers if one[0] == "error"]
+        # One that was interrupted before it called is missed by the others; its result is that of an older version.
         for _, kind, text in wrong:
-            assert kind == "KeyboardInterrupt" or "KeyboardInterrupt" in str(text), (victim, kind, text)
+            known = ("KeyboardInterrupt", f"{victim} did not call", "version")
+            assert any(words in f"{kind} {text}" for words in known), (victim, kind, text)
+        looks = fleet.ask(ROLLOUTS, "look")
+        said = sum(len(one["errors"]) for one in looks.values())  # type: ignore[index, misc]
+        struck += bool(wrong) or said > said_before
+        said_before = said
         # Whoever was written in part says so, and the next update mends it; no connect is needed.
         updated(fleet, version + 1)
-    assert struck > TRIALS // 4, f"only {struck} interrupts struck in a call"
+    assert struck >= STRUCK, f"only {struck} interrupts struck in a call"
     after = fleet.ask(EVERYBODY, "resources")
     for name, (threads, files, listens) in before.items():  # type: ignore[misc]
         now = after[name]
-        assert now == (threads, files, listens), f"{name}: {now} after {TRIALS} interrupts, {threads, files} before"
+        assert now == (threads, files, listens), f"{name}: {now} after {struck} interrupts, {threads, files} before"
     assert segments() == shared
     check_nothing_is_left(fleet, job)
 
