@@ -53,7 +53,7 @@ from adapters.duty_messages import (
     Transferred,
 )
 from adapters.events import log_event
-from adapters.failures import HookError, StaleError, VersionError
+from adapters.failures import HookError, StaleError, VerificationError, VersionError
 from adapters.host_staging import HostCopies
 from adapters.own_load import OwnLoad
 from adapters.placing import place
@@ -142,6 +142,7 @@ class Duties:
         self._shown: SourceMap | None = None
         self._storage: Storage | None = None
         self._proof: Proof | None = None
+        self._landed: dict[int, int] = {}
         self._own_load: OwnLoad | None = None
         self._executor: Executor | None = None
         self._transport: Transport | None = None
@@ -267,9 +268,7 @@ class Duties:
             self._storage = Storage.of(memory).only(sorted(takes_part))
             self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
-        self._proof = plan_proof(
-            source_map, duty.cells, staged=staged, threads=torch.get_num_threads(), tensors=memory
-        )
+        self._proof = plan_proof(source_map, duty.cells, staged=staged, threads=torch.get_num_threads(), tensors=memory)
         self._own_load = None
         if duty.own_load:
             self._own_load = OwnLoad(worker.load_weights, worker.parameters, source_map)
@@ -376,7 +375,7 @@ class Duties:
             report = replace(report, host_bytes=self._copies.bytes)
         self.report = report
         start = time.perf_counter()
-        digests = self._digests() if self._worker.receives else {}
+        digests = self._landed = self._digests() if self._worker.receives else {}
         verify_s = time.perf_counter() - start
         stall = None
         if not self._worker.receives:
@@ -409,6 +408,7 @@ class Duties:
                 raise HookError(f"load_weights raised for {', '.join(n for n, _ in pairs)}: {error!r}") from error
         start = time.monotonic()
         if self._own_load is not None:
+            self._check_in_place()
             self._own_load.check(self._bound().staged)
         installed = Installed(time.monotonic() - start, start)
         if self._gets_bytes:
@@ -417,12 +417,29 @@ class Duties:
 
     # Inside
 
-    def _digests(self) -> dict[int, int]:
+    def _check_in_place(self) -> None:
+        """Whether parameters hold what has landed: it may have landed beside them, and a loader has run since.
+
+        Raises
+        ------
+        VerificationError
+            If they do not.
+        """
+        now = self._digests(live_memory(self._worker.parameters))
+        wrong = [number for number, landed in self._landed.items() if now.get(number) != landed]
+        if wrong:
+            raise VerificationError(
+                f"{len(wrong)} of {len(now)} sets of elements that landed are not in the parameters as they landed: "
+                "the copy out of host memory, or load_weights for computed parameters, wrote something else"
+            )
+
+    def _digests(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[int, int]:
+        """Of what landed or will be sent: of the copies if the worker stages, or of some tensors."""
         if self._proof is None or not self._proof.numbers:
             return {}
-        copies = self._copies
-        live = live_memory(self._worker.parameters) if copies is None else copies.tensors
-        memory = {name: _bits(live[name]) for name in self._proof.plan.parameters}
+        if tensors is None:
+            tensors = live_memory(self._worker.parameters) if self._copies is None else self._copies.tensors
+        memory = {name: _bits(tensors[name]) for name in self._proof.plan.parameters}
         return self._proof.digests(memory, self._bound().staged)
 
     def _found(self) -> SourceMap:

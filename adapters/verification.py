@@ -134,9 +134,7 @@ def plan_proof(
     return Proof(tuple(copied), plan, arrived_plan, tuple(shares), on_devices)
 
 
-def _by_device(
-    plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]
-) -> tuple[FingerprintPlan, tuple[Sums, ...]]:
+def _by_device(plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]) -> tuple[FingerprintPlan, tuple[Sums, ...]]:
     """The part of a plan that is for the processor, and the rest of it for every GPU."""
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type == "cuda"}
     if not devices:

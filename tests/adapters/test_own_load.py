@@ -244,10 +244,11 @@ def test_other_dtypes_and_views() -> None:
         check(holding, SourceMap.from_ids(space, ids, {name: source_map.dtype(name) for name in ids}), staged=staged)
 
 
-def test_updates_are_compared_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staging", [(), ("trainer", "a", "b", "c")], ids=["in place", "staged"])
+def test_updates_are_compared_end_to_end(tmp_path: Path, staging: tuple[str, ...]) -> None:
     engines = {"a": [rollout(r, 2) for r in range(2)], "b": [rollout(0, 1, dtype=torch.float32)], "c": [computing()]}
     engines["c"][0].fill(0)  # its padding: no update writes that
-    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], engines, verify="full") as crew:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], engines, verify="full", staging=staging) as crew:
         crew.connect(buffer_bytes=64)
         for version in (1, 2):
             loads = [one.holding.loads for one in crew.rollouts.values()]
@@ -281,3 +282,21 @@ def test_updates_are_compared_end_to_end(tmp_path: Path) -> None:
         crew.send(4)
         assert b.adapter.ready
         assert same_bits(b.holding.tensors, b.holding.expected(4))
+
+
+@pytest.mark.parametrize("staging", [(), ("a",)], ids=["in place", "staged"])
+def test_what_is_spoiled_after_it_landed_is_seen(tmp_path: Path, staging: tuple[str, ...]) -> None:
+    """A load of some names, for a computed parameter, that clears what came for others."""
+
+    def clearing(live: dict[str, torch.Tensor], pairs: Pairs) -> None:
+        for name in ("wide", "norm"):
+            live[name].fill_(1)
+        scaled(live, pairs)
+
+    holding = Holding(computing().tensors, clearing)
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [holding]}, verify="full", staging=staging) as crew:
+        crew.connect()
+        with pytest.raises(VerificationError, match="1 of 1 sets of elements that landed are not in the parameters"):
+            crew.send(1)
+        wait_for(lambda: bool(crew.rollouts["a/0"].errors))
+        assert crew.rollouts["a/0"].adapter.state is State.TORN
