@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -57,68 +57,28 @@ from adapters.failures import HookError, StaleError, VerificationError, VersionE
 from adapters.host_staging import HostCopies
 from adapters.own_load import OwnLoad
 from adapters.placing import place
-from adapters.probe_live import Parameters
 from adapters.probe_settle import leave_to_loader
 from adapters.probe_worker import run_loader
-from adapters.probing import LoadWeights, probe
+from adapters.probing import probe
 from adapters.session import Session
 from adapters.storage import Storage, live_memory
 from adapters.torch_bits import bits_view, tensor_of_bits
 from adapters.transports import make_transport
 from adapters.verification import Proof, plan_proof
-from layout_algebra.dtypes import IdArray
+from adapters.watched_kernels import WatchedKernels
+from adapters.worker import Hook, Worker
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.binding import scattered_names
 from transfer_exec.executor import Executor
-from transfer_exec.kernels.base import Job, Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.transport.base import Endpoint, Transport
 
-__all__ = ["Duties", "Hook", "Worker"]
-
-Hook = Callable[[], object]
+__all__ = ["Duties"]
 
 _CONNECT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Worker:
-    """What the user gave for one worker.
-
-    Attributes
-    ----------
-    name
-        Its name in plans.
-    load_weights, parameters, space
-        As for ``probe``.
-    receives
-        Whether it is a rollout.
-    staging
-        Whether its bytes pass through copies in host memory.
-    before_update, after_update
-        A rollout's hooks.
-    deadline_s
-        Of every single wait of a transfer.
-    address
-        Says at which address peers reach this machine, if the job's workers are on so many machines.
-    cards
-        Which RDMA cards it uses, as `transfer_exec.transport.devices` spells it.
-    """
-
-    name: str
-    load_weights: LoadWeights
-    parameters: Parameters
-    space: CheckpointSpace
-    receives: bool
-    staging: bool
-    before_update: Hook | None
-    after_update: Hook | None
-    deadline_s: float
-    address: Callable[[int], str]
-    cards: str = ""
 
 
 class Duties:
@@ -147,7 +107,7 @@ class Duties:
         self._executor: Executor | None = None
         self._transport: Transport | None = None
         self._gets_bytes = False
-        self._kernels = _WatchedKernels()
+        self._kernels = WatchedKernels()
         self._moved = False
         self._one_at_a_time = threading.Lock()
         self._copies: HostCopies | None = None
@@ -461,42 +421,6 @@ class Duties:
         if self._executor is None:
             raise StaleError(f"{self._worker.name}: not connected; call connect")
         return self._executor
-
-
-class _WatchedKernels:
-    """A worker's kernels, and whether they have copied anything: into parameters, on a rollout."""
-
-    def __init__(self) -> None:
-        self._kernels: Kernels = CpuKernels()
-        self.ran = False
-
-    def use(self, kernels: Kernels) -> None:
-        """Take others, for other tensors."""
-        self._kernels = kernels
-
-    @property
-    def name(self) -> str:
-        """What reports say."""
-        return self._kernels.name
-
-    def prepare(self, rows: IdArray, *, packing: bool) -> Job:
-        """Rows that are noted when they run."""
-        job = self._kernels.prepare(rows, packing=packing)
-        return _WatchedJob(self, job) if len(rows) else job
-
-    def before_run(self) -> None:
-        """Parameters are about to be written, by a kernel or by reading into them."""
-        self.ran = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _WatchedJob:
-    kernels: _WatchedKernels
-    job: Job
-
-    def run(self) -> None:
-        self.kernels.before_run()
-        self.job.run()
 
 
 def _taking_part(source_map: SourceMap) -> list[str]:

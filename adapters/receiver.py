@@ -27,7 +27,7 @@ from pathlib import Path
 
 from adapters.arguments import JsonValue, decode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
-from adapters.duties import Duties, Hook, Worker
+from adapters.duties import Duties
 from adapters.duty_messages import Duty, Install, Prepare, Publish, Result, Transfer
 from adapters.events import log_event
 from adapters.failures import Failure, StaleError, TornError, UsageError
@@ -37,6 +37,7 @@ from adapters.probing import LoadWeights
 from adapters.rendezvous import Rendezvous, as_rendezvous
 from adapters.station import Station
 from adapters.transports import cards_of, check_transport, data_address
+from adapters.worker import Hook, Worker
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.report import WorkerReport

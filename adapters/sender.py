@@ -21,32 +21,31 @@ import time
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal
 
 from adapters.arguments import JsonValue, encode_metadata, engine_name
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
-from adapters.duties import Duties, Worker
+from adapters.duties import Duties
 from adapters.duty_messages import Duty, Stage, Transfer
 from adapters.events import log_event
 from adapters.failures import Failure, StaleError, UsageError, failure_of, raise_failure
 from adapters.messages import ConnectIntent, End, Intent, SendIntent
+from adapters.pending_update import PendingUpdate
 from adapters.probe_live import Parameters
 from adapters.probe_worker import Progress
 from adapters.probing import LoadWeights
+from adapters.ready_event import ReadyEvent, wait_for_event
 from adapters.rendezvous import Rendezvous, as_rendezvous
-from adapters.session import Session
 from adapters.station import Station
 from adapters.steps import TRAINERS
 from adapters.transports import cards_of, check_transport, data_address
-from adapters.update_report import read_report
+from adapters.worker import Worker
 from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
-from transfer_exec.errors import DeadlineError, TransferError
-from transfer_exec.report import TransferReport
+from transfer_exec.errors import TransferError
 from transfer_exec.topology import Topology
-from transfer_exec.trace import write_trace
 
 __all__ = ["PendingUpdate", "ReadyEvent", "SenderAdapter"]
 
@@ -59,119 +58,8 @@ _log = logging.getLogger(__name__)
 _STEPS_AFTER, _STEPS_BESIDE = 4, 8
 """Deadlines that what is left of an update can take: after this rank's last bytes, and after they were staged."""
 
-_LOOK_AGAIN_S = 100e-6
-
 _WAIT_SHARE = 0.8
 """Of the deadline, for waits on this rank alone, so that the others hear why before their own wait ends."""
-
-
-@runtime_checkable
-class Asked(Protocol):
-    """An event of a device, such as ``torch.cuda.Event``, which can be asked, so that waiting for it has a deadline."""
-
-    def query(self) -> bool:
-        """Whether it has happened."""
-        ...
-
-
-@runtime_checkable
-class Synchronizes(Protocol):
-    """An event of a device that can only be waited for."""
-
-    def synchronize(self) -> object:
-        """Block until it has happened."""
-        ...
-
-
-@runtime_checkable
-class Waits(Protocol):
-    """An event of a thread, such as ``threading.Event``."""
-
-    def wait(self) -> object:
-        """Block until it has happened."""
-        ...
-
-
-ReadyEvent: TypeAlias = Asked | Synchronizes | Waits
-"""Happens when the weights to be sent are in memory."""
-
-
-class PendingUpdate:
-    """An update that this trainer has done its part of.
-
-    Attributes
-    ----------
-    patience_s
-        How long the steps that are left can take at most.
-    trace
-        Where `result` writes a Chrome trace; None for nowhere.
-    """
-
-    def __init__(
-        self,
-        version: int,
-        txn: int,
-        session: Session,
-        *,
-        patience_s: float,
-        trace: str | Path | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        self._version = version
-        self._txn = txn
-        self._session = session
-        self.patience_s = patience_s
-        self.trace = trace
-        self._progress = progress
-        self._end: End | None = None
-
-    @property
-    def version(self) -> int:
-        """The version that was sent."""
-        return self._version
-
-    def done(self) -> bool:
-        """Whether the update has ended, well or not."""
-        return self._wait(0.0) is not None
-
-    def result(self, timeout_s: float | None = None) -> TransferReport:
-        """Wait until every engine has confirmed the version.
-
-        Parameters
-        ----------
-        timeout_s
-            How long to wait; by default until the steps that are left must have ended.
-
-        Raises
-        ------
-        DeadlineError
-            If the update has not ended by then; it goes on, and ``result`` may be called again.
-        TransferError
-            Why some engine does not have the version; the message names them.
-        """
-        waited_s = self.patience_s if timeout_s is None else timeout_s
-        end = self._wait(waited_s, self._progress)
-        if end is None:
-            raise DeadlineError(
-                f"{self._session.worker}: version {self._version} is not confirmed by every engine within {waited_s:g} "
-                f"s, last of {self._session.phase}; it goes on, and result() may be called again"
-            )
-        if end.failure is not None:
-            raise_failure(end.failure)
-        report = read_report(end.outcome)
-        if self.trace is not None:
-            write_trace(report, self.trace)
-        return report
-
-    def succeeded(self, within_s: float) -> bool:
-        """Whether every engine has confirmed the version within so many seconds."""
-        end = self._wait(within_s)
-        return end is not None and end.failure is None
-
-    def _wait(self, timeout_s: float, progress: Progress | None = None) -> End | None:
-        if self._end is None:
-            self._end = self._session.wait_end(self._txn, timeout_s, progress)
-        return self._end
 
 
 class SenderAdapter:
@@ -459,28 +347,11 @@ class SenderAdapter:
         """What keeps this rank from sending; the other ranks must hear of it too."""
         try:
             if ready_event is not None:
-                _wait_for(ready_event, version, self._deadline_s * _WAIT_SHARE)
+                wait_for_event(ready_event, version, self._deadline_s * _WAIT_SHARE)
             self._duties.check_storage()
         except (TransferError, LayoutError) as error:
             return failure_of(error, self._station.worker)
         return None
-
-
-def _wait_for(event: ReadyEvent, version: int, deadline_s: float) -> None:
-    if isinstance(event, threading.Event):
-        if not event.wait(deadline_s):
-            raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")
-    elif isinstance(event, Asked):
-        # A device event's own wait() only holds back its stream.
-        stop_at = time.monotonic() + deadline_s
-        while not event.query():
-            if time.monotonic() > stop_at:
-                raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")
-            time.sleep(_LOOK_AGAIN_S)
-    elif isinstance(event, Synchronizes):
-        event.synchronize()
-    else:
-        event.wait()
 
 
 def _whole(name: str, value: int, *, least: int, below: int | None = None) -> int:

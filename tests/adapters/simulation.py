@@ -18,8 +18,19 @@ from typing import Any
 
 import pytest
 
-from adapters import conductor, connecting, fleet, paths, receiver, sender, session, station, steps, updating
-from adapters.duties import Worker
+from adapters import (
+    conductor,
+    connecting,
+    fleet,
+    paths,
+    pending_update,
+    receiver,
+    sender,
+    session,
+    station,
+    steps,
+    updating,
+)
 from adapters.duty_messages import (
     Assess,
     Assessed,
@@ -51,6 +62,7 @@ from adapters.receiver import ReceiverAdapter
 from adapters.rendezvous import Addresses
 from adapters.sender import SenderAdapter
 from adapters.session import Session
+from adapters.worker import Worker
 from layout_algebra.source_map import SourceMap
 from tests.adapters.scheduler import Condition, Event, Queue, Scheduler, Thread
 from tests.adapters.toy import SPACE
@@ -483,7 +495,7 @@ def simulated(
         # A report is made of what executors saw, and there are none.
         patch.setattr(updating, "gather_report", lambda *given, **named: None)
         patch.setattr(updating, "report_bytes", lambda report: b"")
-        patch.setattr(sender, "read_report", lambda data: REPORT)
+        patch.setattr(pending_update, "read_report", lambda data: REPORT)
         patch.setattr(fleet, "make_connection", _plan_once)
         try:
             yield job
