@@ -184,12 +184,12 @@ def test_a_reader_that_hangs_is_named_and_finds_the_tensors_taken_back() -> None
     plan, maps = case()
     memory = memory_for(maps)
     executors = connected(
-        programs_of(plan, maps), memory, deadline_s=0.5, before_read={"engine/1/0": lambda: time.sleep(1)}
+        programs_of(plan, maps), memory, deadline_s=1.5, before_read={"engine/1/0": lambda: time.sleep(3)}
     )
     with ThreadPoolExecutor(3) as pool:
         runs = start(pool, executors, 1)
         with pytest.raises(
-            DeadlineError, match=r"waited 0.5 s at version 1, beside the rounds, .*for engine/1/0 to read"
+            DeadlineError, match=r"waited 1.5 s at version 1, beside the rounds, .*for engine/1/0 to read"
         ):
             runs["trainer/0"].result()
         memory["trainer/0"]["w"][:] = -1
@@ -212,7 +212,7 @@ def test_an_aborted_reader_writes_nothing_after_its_run_has_returned() -> None:
     memory = memory_for(maps)
     executors: dict[str, Executor] = {}
     abort = {"engine/0/0": lambda: executors["engine/0/0"].abort("enough")}
-    executors |= connected(programs_of(plan, maps), memory, deadline_s=1.0, before_read=abort)
+    executors |= connected(programs_of(plan, maps), memory, deadline_s=1.5, before_read=abort)
     with ThreadPoolExecutor(3) as pool:
         runs = start(pool, executors, 1)
         with pytest.raises(TransportError, match=r"engine/0/0: aborted \(enough\)"):
@@ -229,11 +229,12 @@ def test_a_failed_read_is_raised_and_others_go_on() -> None:
     plan, maps = case()
     memory = memory_for(maps)
     network = LoopbackNetwork(LoopbackPolicy(failing_writes=frozenset([0])))
-    executors = connected(programs_of(plan, maps), memory, network.transport, deadline_s=0.5)
+    executors = connected(programs_of(plan, maps), memory, network.transport, deadline_s=1.5)
     with ThreadPoolExecutor(3) as pool:
         errors = {worker: each.exception() for worker, each in start(pool, executors, 1).items()}
     (failed,) = [worker for worker in plan.needers if errors[worker] is not None]
-    assert f"write 0 from trainer/0 to {failed} lent[0:8192] failed" in str(errors[failed])
+    begin = 0 if failed == "engine/0/0" else 2 * SIZE
+    assert f"write 0 from trainer/0 to {failed} lent[{begin}:{begin + 2 * SIZE}] failed" in str(errors[failed])
     assert f"for {failed} to read its tensors" in str(errors["trainer/0"]), "it waited for a reader that failed"
 
 
