@@ -14,6 +14,7 @@ from adapters.failures import Failure, LostWorkerError, StaleError, VersionError
 from adapters.lead import GroupLead
 from adapters.messages import (
     Answer,
+    Ask,
     Call,
     Cancel,
     Committed,
@@ -416,6 +417,83 @@ def test_a_call_says_what_it_comes_after() -> None:
     group.say(End(7, None))
     assert session.call(SendIntent(2), b"", None) == 7
     assert [message.after for message in group.heard if isinstance(message, Call)] == [0, 7]
+
+
+class Beside:
+    """A rank of one that stages: what a thread of its own did, and how what it took part in ended."""
+
+    def __init__(self) -> None:
+        self.heard: list[FromRank] = []
+        self.session = Session("engine/a/0", self.heard.append, deadline_s=10.0, beside=True)
+        self.done: list[tuple[str, type[Duty]]] = []
+        self.ended: list[End] = []
+        self.slow: threading.Event | None = None
+        self.cancelled: list[str] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.session.serve_beside(lambda duty: self.perform("beside", duty), self.ended.append)
+
+    def perform(self, where: str, duty: Duty) -> Result:
+        self.done.append((where, type(duty)))
+        if self.slow is not None:
+            self.session.on_cancel(self.cancelled.append)
+            assert self.slow.wait(10)
+            self.session.on_cancel(None)
+        return DONE
+
+    def answers(self) -> list[Answer]:
+        return [message for message in self.heard if isinstance(message, Answer)]
+
+    def close(self) -> None:
+        self.session.stop(Failure("ClosedError", "", "closed"))
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def test_a_rank_that_stages_serves_beside_its_caller_until_it_has_stopped() -> None:
+    one = Beside()
+    session = one.session
+    for step, duty in ((1, Prepare(4, b"")), (2, Transfer(4))):
+        session.deliver(Ask(5, step, 10.0, duty))
+        wait_for(lambda step=step: len(one.answers()) == step)  # type: ignore[misc]
+        assert session.enter_poll(None) is None
+    session.deliver(ProposeStop(5, Propose(1, 3)))
+    session.deliver(Committed(5, 1, 10.0))
+    session.deliver(Ask(5, 3, 10.0, Publish(4)))
+    assert session.enter_poll(None) == 5
+    assert session.serve(lambda duty: one.perform("caller", duty), after=4, until=Publish) == 5
+    assert one.done == [("beside", Prepare), ("beside", Transfer), ("caller", Publish)]
+    session.deliver(End(5, None))
+    wait_for(lambda: one.ended == [End(5, None)])
+    # The next transaction begins beside the caller again.
+    session.deliver(Ask(6, 1, 10.0, Prepare(5, b"")))
+    wait_for(lambda: len(one.answers()) == 4)
+    one.close()
+
+
+def test_an_end_cancels_what_is_done_beside_and_its_answer_is_not_sent() -> None:
+    one = Beside()
+    one.slow = threading.Event()
+    failure = Failure("LostWorkerError", "trainer/0", "gone")
+    one.session.deliver(Ask(5, 1, 10.0, Transfer(4)))
+    wait_for(lambda: one.session._on_cancel is not None)
+    one.session.deliver(End(5, failure))
+    assert one.cancelled == [str(failure)]
+    assert one.session.enter_poll(None) is None
+    one.slow.set()
+    wait_for(lambda: one.ended == [End(5, failure)])
+    assert one.answers() == []
+    one.close()
+
+
+def test_closing_ends_the_thread_beside() -> None:
+    one = Beside()
+    one.session.deliver(Ask(5, 1, 10.0, Prepare(4, b"")))
+    wait_for(lambda: len(one.answers()) == 1)
+    one.close()
+    assert [end.txn for end in one.ended] == [5]
 
 
 def test_a_poll_that_finds_nothing_is_cheap() -> None:
