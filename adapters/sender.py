@@ -53,8 +53,6 @@ DEFAULT_DEADLINE_S = 300.0
 DEFAULT_BUFFER_BYTES = 256 << 20
 MAX_VERSION = 1 << 40
 
-_log = logging.getLogger(__name__)
-
 _STEPS_AFTER, _STEPS_BESIDE = 4, 8
 """Deadlines that what is left of an update can take: after this rank's last bytes, and after they were staged."""
 
@@ -326,7 +324,7 @@ class SenderAdapter:
             self._station.session.serve(self._duties.perform, after=txn - 1, until=Transfer)
         except TransferError as error:
             # The others have been told, and `result` hears it from them.
-            _log.warning("%s: gave up an update: %s", self._station.worker, error)
+            log_event("gave_up", self._station.worker, level=logging.WARNING, why=str(error))
 
     def _end_beside(self) -> None:
         """Wait for the thread of the last update, which has ended by now or is about to."""
