@@ -93,9 +93,9 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     if failures or refused:
         fine = [group for group in groups if group in landed]
         failure = _joined(version, refused | failures, fine)
+        silent = _give_up(steps, failure, [group for group in groups if group in failures])
         if fine:
-            fleet.forget(group for group, why in (refused | failures).items() if why.kind in SILENT)
-        _give_up(steps, failure, [group for group in groups if group in failures])
+            fleet.forget([*(group for group, why in refused.items() if why.kind in SILENT), *silent])
         return
     report = gather_report(
         connection,
@@ -241,8 +241,14 @@ def _bind(fleet: Fleet, steps: Steps, groups: Sequence[str], refused: dict[str, 
     return left
 
 
-def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:
-    """End an update that failed in some engines; one of whose ranks any was written is torn as a whole."""
+def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> list[str]:
+    """End an update that failed in some engines; one of whose ranks any was written is torn as a whole.
+
+    Returns
+    -------
+    list of str
+        Engines that are silent. One that says that it waited for another in vain is not.
+    """
     assessed, silent = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
     for group in groups:
         wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
@@ -250,6 +256,7 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> None:
         log_event("torn" if torn else "not_updated", group, level=logging.WARNING, why=str(failure))
         steps.end(group, failure, torn=torn)
     steps.end_all(failure)
+    return list(silent)
 
 
 def _joined(version: int, failures: Mapping[str, Failure], fine: Sequence[str]) -> Failure:

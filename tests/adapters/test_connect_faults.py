@@ -168,6 +168,22 @@ def test_a_trainer_that_died_before_connect_is_planned_around(replicas: Simulati
     assert send(replicas, 1) == [REPORT]
 
 
+@pytest.mark.parametrize("staging", [(), ("engine/a", "engine/b")], ids=["plain", "staging"])
+def test_an_engine_that_waited_in_vain_for_another_is_reached_by_the_next_update(staging: tuple[str, ...]) -> None:
+    """It answers, and says that its deadline passed; only one that does not answer is left out until a connect."""
+    with simulated(maps(replicas=False), SIZES, staging) as job:
+        for group in SIZES:
+            job.start(group)
+        job.drain()
+        connect(job, "a", "b")
+        job.faults["engine/a/0", "Transfer"] = "hang"
+        errors = send(job, 1)
+        assert all("nobody wrote" in str(error) and "engine/b has version 1" in str(error) for error in errors)
+        assert (versions(job, "a"), versions(job, "b")) == ({None}, {1})
+        assert send(job, 2) == [REPORT, REPORT]
+        assert versions(job, "a") == versions(job, "b") == {2}
+
+
 @pytest.mark.parametrize("staging", [(), ("trainer",)], ids=["plain", "staging"])
 def test_a_trainer_that_died_after_connect_is_planned_around(staging: tuple[str, ...]) -> None:
     with simulated(maps(replicas=True), SIZES, staging) as job:
