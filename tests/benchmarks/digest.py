@@ -49,6 +49,7 @@ LINK_BYTES_PER_S = 50e6
 NODES = 4
 MODEL = {"layers": 7, "hidden": 1024, "wide": 2816, "words": 9844}
 REPEATS = 7
+UPDATES = 4
 
 
 def cases() -> dict[str, Callable[[], list[Row]]]:
@@ -143,7 +144,7 @@ def updates(fleet: Fleet) -> list[TransferReport]:
     trainers, rollouts = range(NODES), range(NODES, 2 * NODES)
     fleet.each(trainers, "connect", [str(rank) for rank in range(NODES)], topology, 4_000_000)
     out = []
-    for version in range(1, REPEATS + 1):
+    for version in range(1, UPDATES + 1):
         fleet.each(trainers, "fill", version)
         report = fleet.each(trainers, "send", version, time.monotonic() + 0.5)[0]
         assert isinstance(report, TransferReport)
