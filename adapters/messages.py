@@ -353,8 +353,8 @@ ToRank: TypeAlias = Ask | ProposeStop | Committed | Agreed | Note | Cancel | End
 FromLead: TypeAlias = Roster | Call | Gathered
 ToLead: TypeAlias = Stop | Relay | Note | Cancel | End
 
-PROTOCOL = 2
-"""Grows with every change to a message; `Hello` and `Refused` stay readable across versions."""
+PROTOCOL = 1
+"""Grows with every release that changes a message; `Hello` and `Refused` stay readable across versions."""
 
 _BULKY = (Answer, Ask, Relay, Gathered, End)
 

@@ -168,7 +168,7 @@ class Station:
         self._post.check_process()
         self.session.check()
 
-    def wait_joined(self, what: str) -> None:
+    def wait_joined(self, what: str = "joining") -> None:
         """Wait, for a call of that name, until the parent has said welcome.
 
         Raises

@@ -187,7 +187,7 @@ MEMBER = Member("engine/a/0", 0, 1, "f00d", "host", "auto", None)
         (Hello("", messages.PROTOCOL, MEMBER, "99.1"), "a caller runs 99.1"),
         (Hello("", messages.PROTOCOL + 1, MEMBER, greeting.LIBRARY), f"speaks protocol {messages.PROTOCOL + 1}"),
         ({"type": "Hello", "protocol": 7, "who": "a stranger of the future", "library": "3.0"}, "speaks protocol 7"),
-        ({"type": "Hello", "protocol": 1, "target": "", "member": {"worker": "engine/a/0"}}, "another version"),
+        ({"type": "Hello", "protocol": 0, "target": "", "member": {"worker": "engine/a/0"}}, "another version"),
     ],
     ids=["library", "protocol", "later hello", "earlier hello"],
 )
