@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from adapters.receiver import ReceiverAdapter, Update
+from adapters.receiver import ReceiverAdapter
 from adapters.rendezvous import SharedFolder
 from adapters.sender import SenderAdapter
 from adapters.torch_bits import bits_view
 from tests.cluster.model import Rollout, Shapes, Trainer, space_of
+from tests.cluster.workers import Poller
 from transfer_exec.report import TransferReport
 from transfer_exec.topology import Topology
-
-_POLL_S = 0.001
 
 
 class CopyFloor:
@@ -91,15 +89,11 @@ class ModeRollout:
         self._address, self._engine, self._rank, self._world_size = address, engine, rank, world_size
         self._model = Rollout(tensors)
         self._floor = CopyFloor(self._model.live)
-        self._receiver: ReceiverAdapter
-        self._updates: list[Update] = []
-        self._errors: list[Exception] = []
-        self._leaving = threading.Event()
-        self._thread: threading.Thread
+        self._poller: Poller
 
     def join(self, folder: str, transport: str, staging: bool) -> None:
         """Take part in a job."""
-        self._receiver = ReceiverAdapter(
+        receiver = ReceiverAdapter(
             self._model.load_weights,
             self._model.live,
             space_of(self._model.tensors),
@@ -110,20 +104,11 @@ class ModeRollout:
             transport=transport,
             staging=staging,
         )
-        self._leaving.clear()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-        self._thread.start()
+        self._poller = Poller(receiver, self._model)
 
     def holds(self, version: int, within_s: float = 30.0) -> bool:
         """Whether it has the version, and every bit of it."""
-        stop_at = time.monotonic() + within_s
-        while not self._errors and not (self._updates and self._updates[-1].version == version):
-            if time.monotonic() > stop_at:
-                return False
-            time.sleep(_POLL_S)
-        if self._errors:
-            raise self._errors[0]
-        return self._receiver.ready and self._model.holds(version)
+        return self._poller.holds(version, within_s)
 
     def copy(self, start_at: float) -> float:
         """Seconds of a plain copy of what this rank holds."""
@@ -131,17 +116,4 @@ class ModeRollout:
 
     def leave(self) -> None:
         """Let go."""
-        self._leaving.set()
-        self._thread.join()
-        self._receiver.close()
-
-    def _poll(self) -> None:
-        while not self._leaving.is_set():
-            try:
-                update = self._receiver.poll_requests()
-            except Exception as error:  # noqa: BLE001 - `holds` raises it
-                self._errors.append(error)
-                return
-            if update is not None:
-                self._updates.append(update)
-            time.sleep(_POLL_S)
+        self._poller.leave()

@@ -78,14 +78,38 @@ class RolloutNode:
             rendezvous=SharedFolder(Path(folder), host=address),
             transport=transport,
         )
+        self._poller = Poller(self._receiver, self.model)
+
+    def holds(self, version: int, within_s: float = 30.0) -> bool:
+        """Whether it has the version, and every bit of it."""
+        return self._poller.holds(version, within_s)
+
+    def leave(self) -> None:
+        """Let go."""
+        self._poller.leave()
+
+
+class Poller:
+    """Polls a receiver on a thread of its own, as an engine between its steps.
+
+    Parameters
+    ----------
+    receiver
+        Of one rank.
+    model
+        What it updates.
+    """
+
+    def __init__(self, receiver: ReceiverAdapter, model: Rollout) -> None:
+        self._receiver, self._model = receiver, model
         self._updates: list[Update] = []
         self._errors: list[Exception] = []
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
-    def holds(self, version: int, within_s: float = 30.0) -> bool:
-        """Whether it has the version, and every bit of it."""
+    def holds(self, version: int, within_s: float) -> bool:
+        """Whether the rank has the version in time, and every bit of it; raises what a poll raised."""
         stop_at = time.monotonic() + within_s
         while not self._errors and not (self._updates and self._updates[-1].version == version):
             if time.monotonic() > stop_at:
@@ -93,7 +117,7 @@ class RolloutNode:
             time.sleep(_POLL_S)
         if self._errors:
             raise self._errors[0]
-        return self._receiver.ready and self.model.holds(version)
+        return self._receiver.ready and self._model.holds(version)
 
     def leave(self) -> None:
         """Let go."""
