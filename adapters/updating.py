@@ -247,16 +247,16 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> list[str]
     Returns
     -------
     list of str
-        Engines that are silent. One that says that it waited for another in vain is not.
+        Engines that are silent. One that says that it waited for another in vain is not, nor one that a rank has left.
     """
-    assessed, silent = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
+    assessed, unheard = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
     for group in groups:
         wrote = any(isinstance(result, Assessed) and result.wrote for result in assessed.get(group, ()))
-        torn = wrote or group in silent
+        torn = wrote or group in unheard
         log_event("torn" if torn else "not_updated", group, level=logging.WARNING, why=str(failure))
         steps.end(group, failure, torn=torn)
     steps.end_all(failure)
-    return list(silent)
+    return [group for group, why in unheard.items() if why.kind in SILENT]
 
 
 def _joined(version: int, failures: Mapping[str, Failure], fine: Sequence[str]) -> Failure:
