@@ -174,6 +174,8 @@ class GroupLead:
                     elif isinstance(reply, Commit):
                         self._commit(reply)
             case Answer(txn, step, _, Failure() as failure) if txn == self._txn and step == LEFT:
+                # It answers nothing that comes later either.
+                self._early_failure = self._early_failure or failure
                 self._fail(failure)
             case Answer(txn, step, result, failure) if (
                 txn == self._txn and step == self._step and step > 0 and worker in self._acting
