@@ -42,7 +42,7 @@ class SoakError(RuntimeError):
 def run_trials(
     trials: int, *, seed: int, mode: str | None, fault: str | None, as_json: bool, folder: Path | None = None
 ) -> SoakReport:
-    """Run fault trials; what has gone wrong is printed as it happens, the counts at the end.
+    """Run fault trials; what has gone wrong is printed as it happens, the counts at the end or at an interrupt.
 
     Parameters
     ----------
@@ -74,16 +74,23 @@ def run_trials(
         place = msgspec.json.decode(next(lines), type=Place)
         console.print(f"{trials} trials {place.where}, seeds from {seed} on")
         task = progress.add_task("trials", total=trials)
-        for line in lines:
-            record = msgspec.json.decode(line, type=TrialRecord)
-            records.append(record)
-            if not record.ok:
-                console.print(_bad(record), markup=False)
-            progress.advance(task)
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            for line in lines:
+                record = msgspec.json.decode(line, type=TrialRecord)
+                records.append(record)
+                if not record.ok:
+                    console.print(_bad(record), markup=False)
+                progress.advance(task)
+        except KeyboardInterrupt as error:
+            # An hour of trials is not lost for it.
+            interrupted = error
     report = summarize(records, where=place.where, seed=seed, limit_s=place.limit_s)
     _print(report, as_json=as_json)
     if not as_json:
         console.print(counts_table(report))
+    if interrupted is not None:
+        raise interrupted
     return report
 
 

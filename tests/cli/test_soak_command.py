@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from adapters.cli import soak
 from adapters.cli.main import app
-from adapters.cli.soak_report import MODES, OUTCOMES, Holding, Place, TrialRecord, UpdatesReport, summarize
+from adapters.cli.soak_report import MODES, OUTCOMES, Holding, Place, SoakReport, TrialRecord, UpdatesReport, summarize
 
 PLACE = Place("in a test", 40.0)
 GOOD = TrialRecord(
@@ -82,6 +82,20 @@ def test_the_trials_process_is_asked_and_believed(checkout: Path, capsys: pytest
     soak.run_trials(2, seed=3, mode=None, fault=None, as_json=False, folder=checkout)
     assert (checkout / "asked").read_text() == "--trials 2 --seed 3"
     assert "2 fault trials from seed 3 on, in a test" in capsys.readouterr().out
+
+
+def test_an_interrupt_loses_no_trial(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say(checkout, PLACE, GOOD)
+    (checkout / "tests" / "cluster" / "soak.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "print(pathlib.Path('lines').read_text(), end='', flush=True)\n"
+        "time.sleep(1)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        soak.run_trials(300, seed=3, mode=None, fault=None, as_json=True, folder=checkout)
+    assert msgspec.json.decode(capsys.readouterr().out, type=SoakReport).trials == 1
 
 
 def test_growth_is_judged(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
