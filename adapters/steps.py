@@ -320,8 +320,6 @@ class Steps:
         waiting = {}
         for group, what in say.items():
             self._engaged[group] = None
-            if group != TRAINERS and group not in self.rosters:
-                self._inbox.put(GroupLost(group, "it left"))
             if what is STOP:
                 waiting[group] = 0
                 self._send(group, Stop(self._txn, self._deadline_s, self._of))
@@ -351,8 +349,12 @@ class Steps:
         return waiting
 
     def _answer(self, waiting: Mapping[str, int], late_at: Mapping[str, float]) -> Gathered:
-        """What one of some groups answers to its step, or that the first of them is late."""
+        """What one of some groups answers to its step, or that one is gone, or that the first of them is late."""
         while True:
+            # Not as news of its own: by now the engine may have joined anew, and that must not be taken for older.
+            for group in waiting:
+                if group != TRAINERS and group not in self.rosters:
+                    return self._lost(group, waiting, "it left")
             item = self._take(min(late_at[group] for group in waiting) - time.monotonic())
             self._sort(item)
             match item:
@@ -361,10 +363,7 @@ class Steps:
                     text = f"{self._phases[group]}: no word from {group}/0 within {self._deadline_s:g} s"
                     return Gathered(group, self._txn, waiting[group], (), Failure(DeadlineError.__name__, "", text))
                 case GroupLost(group, reason) if group in waiting:
-                    failure = Failure(
-                        LostWorkerError.__name__, f"{group}/0", f"lost during {self._phases[group]}: {reason}"
-                    )
-                    return Gathered(group, self._txn, waiting[group], (), failure)
+                    return self._lost(group, waiting, reason)
                 case Gathered(group=group, txn=txn, step=step) if txn == self._txn and waiting.get(group) == step:
                     phase = self._phases[group]
                     left = sum(self._phases[other] == phase for other in waiting) - 1
@@ -372,6 +371,10 @@ class Steps:
                     return item
                 case _:
                     pass
+
+    def _lost(self, group: str, waiting: Mapping[str, int], reason: str) -> Gathered:
+        failure = Failure(LostWorkerError.__name__, f"{group}/0", f"lost during {self._phases[group]}: {reason}")
+        return Gathered(group, self._txn, waiting[group], (), failure)
 
     def _take(self, timeout_s: float) -> FromLead | GroupLost | None:
         try:

@@ -225,11 +225,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 Protocol.TestCase.settings = settings(
-    max_examples=30,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,  # a search for new failures is for a person: take this away and raise max_examples
-    suppress_health_check=list(HealthCheck),
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestProtocol = Protocol.TestCase
 
