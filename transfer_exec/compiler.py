@@ -52,6 +52,7 @@ from transfer_exec.route_runs import RouteRuns
 from transfer_exec.templates import holder_templates, needed_elements, needer_templates, tensors_of
 
 _NO_ROWS = np.empty((0, len(Column)), dtype=np.int64)
+_NO_TENSORS = np.empty(0, dtype=np.int64)
 
 
 def compile_program(plan: Plan, worker: str, source_map: SourceMap) -> Program:
@@ -100,6 +101,9 @@ class Compiler:
         self._regions: Regions | None = None
         self._runs: RouteRuns | None = None
         self._needers: dict[str, tuple[IdArray, int]] = {}
+        self._sources: dict[str, list[str]] = {}
+        self._readers: dict[str, list[str]] = {}
+        self._lent: dict[str, IdArray] = {}
         self._tensors: dict[str, tuple[ProgramTensor, ...]] = {}
 
     @property
@@ -107,6 +111,10 @@ class Compiler:
         """What goes directly, and the plan of the rest; raises as `divide`."""
         if self._division is None:
             self._division = Division(self._plan, {}) if self._near is None else divide(self._plan, self._near)
+            place = {worker: position for position, worker in enumerate(self._plan.workers)}
+            for source, reader in sorted(self._division.moves, key=lambda pair: (place[pair[0]], place[pair[1]])):
+                self._sources.setdefault(reader, []).append(source)
+                self._readers.setdefault(source, []).append(reader)
         return self._division
 
     def program(self, worker: str, source_map: SourceMap) -> Program:
@@ -134,20 +142,19 @@ class Compiler:
         assembled = self._assembled(worker, source_map, layouts)
         _check_codes(worker, tensors, packed, assembled)
         offers, fetches = self._direct(worker)
-        lent = sorted({tensor for _, moves in offers for tensor in moves.rows[:, MoveColumn.SOURCE].tolist()})
+        lent = self._tensors_lent_by(worker) if offers else _NO_TENSORS
         rows = [self._rows_to_fetch(fetch.peer, moves) for fetch, moves in fetches]
         used = [tensor for each in rows for tensor in each[:, FetchColumn.TENSOR].tolist()]
         number = _numbers_of_used(tensors, packed[:, Column.TENSOR], assembled[:, Column.TENSOR], lent, used)
         packed, assembled = (_renumbered(table, Column.TENSOR, number) for table in (packed, assembled))
         rows = [_renumbered(table, FetchColumn.TENSOR, number) for table in rows]
         letters = regions.letters(worker)
-        releases = {posting.release for posting in regions.outgoing(worker)}
         return Program(
             worker=worker,
             plan_digest=self._digest(),
             map_digest=source_map.digest(),
             rounds=rest.rounds,
-            flags=len(regions.incoming(worker)) + len(releases) + len(offers) + len(fetches),
+            flags=self._first_flag(worker) + len(offers) + len(fetches),
             instructions=_instructions(regions, worker, layouts, letters, assembles=len(assembled) > 0),
             tensors=tuple(tensor for tensor, place in zip(tensors, number.tolist(), strict=True) if place >= 0),
             layouts=layouts,
@@ -169,26 +176,19 @@ class Compiler:
 
     def _direct(self, worker: str) -> tuple[list[tuple[Offer, DirectMoves]], list[tuple[Fetch, DirectMoves]]]:
         """What others read from a worker, and what it reads, each in the plan's order of workers."""
-        sources, readers = self._pairs(worker)
-        moves = self.division.moves
-        offers, fetches = [], []
+        moves, offers, fetches = self.division.moves, [], []
+        sources, readers = self._sources.get(worker, []), self._readers.get(worker, [])
         for reader in readers:
             mine = moves[worker, reader]
-            flag, done = self._first_flag(reader) + self._pairs(reader)[0].index(worker), self._first_flag(worker)
-            done += len(sources) + readers.index(reader)
+            flag = self._first_flag(reader) + self._sources[reader].index(worker)
+            done = self._first_flag(worker) + len(sources) + readers.index(reader)
             offers.append((Offer(mine.stage, reader, flag, done, mine.bytes), mine))
         for source in sources:
             mine = moves[source, worker]
-            theirs = self._pairs(source)
-            flag, done = self._first_flag(worker) + sources.index(source), self._first_flag(source)
-            done += len(theirs[0]) + theirs[1].index(worker)
+            flag = self._first_flag(worker) + sources.index(source)
+            done = self._first_flag(source) + len(self._sources.get(source, ())) + self._readers[source].index(worker)
             fetches.append((Fetch(mine.stage, source, flag, done, mine.bytes), mine))
         return offers, fetches
-
-    def _pairs(self, worker: str) -> tuple[list[str], list[str]]:
-        """Whom a worker reads from, and who reads from it."""
-        workers, moves = self._plan.workers, self.division.moves
-        return [w for w in workers if (w, worker) in moves], [w for w in workers if (worker, w) in moves]
 
     def _first_flag(self, worker: str) -> int:
         """The first flag of direct moves: after those of messages and of releases."""
@@ -196,12 +196,16 @@ class Compiler:
         releases = {posting.release for posting in self._regions.outgoing(worker)}
         return len(self._regions.incoming(worker)) + len(releases)
 
+    def _tensors_lent_by(self, source: str) -> IdArray:
+        """Positions of all tensors that somebody reads from a worker, ascending."""
+        if source not in self._lent:
+            moves = (self.division.moves[source, reader] for reader in self._readers[source])
+            self._lent[source] = np.unique(np.concatenate([each.rows[:, MoveColumn.SOURCE] for each in moves]))
+        return self._lent[source]
+
     def _rows_to_fetch(self, source: str, moves: DirectMoves) -> IdArray:
         """Moves in bytes, their sources by place among all tensors that the source lends."""
-        readers = self._pairs(source)[1]
-        lent = np.unique(
-            np.concatenate([self.division.moves[source, reader].rows[:, MoveColumn.SOURCE] for reader in readers])
-        )
+        lent = self._tensors_lent_by(source)
         rows, width = moves.rows, moves.rows[:, MoveColumn.ITEM_BYTES]
         out = np.empty((len(rows), len(FetchColumn)), dtype=np.int64)
         out[:, FetchColumn.LENT] = np.searchsorted(lent, rows[:, MoveColumn.SOURCE])
@@ -231,7 +235,7 @@ class Compiler:
         rows, needed = self._needers[key]
         rows = _with_parts(rows, self._runs.load_of_route, layouts)
         rows = rows[rows[:, Column.BUFFER] >= 0]  # what others get in rounds may come here directly
-        direct = sum(moves.elements for (_, target), moves in self.division.moves.items() if target == worker)
+        direct = sum(self.division.moves[source, worker].elements for source in self._sources.get(worker, ()))
         if int((rows[:, Column.LENGTH] * rows[:, Column.COUNT]).sum()) + direct != needed:
             raise _not_served(self._plan, source_map, worker)
         return rows

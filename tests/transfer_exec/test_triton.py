@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.transfer_exec.ahead_of_time import compile_ahead, usage
 from transfer_exec.kernels._triton_kernels import move_tiles
 from transfer_exec.kernels.reference import ReferenceKernels
 from transfer_exec.kernels.triton import LINE_WORDS, SIDE, SMALL_ROWS, SMALL_WORDS, WARPS, TritonKernels, tiles_of
@@ -34,19 +31,9 @@ def test_it_compiles_ahead_of_time_without_spills(
     capability: int, tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     signature = {"rows": "*i64", "tiles": "*i64", "first": "i64", **dict.fromkeys(SHAPES, "constexpr")}
-    made = triton.compile(
-        ASTSource(fn=move_tiles, signature=signature, constexprs=SHAPES),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": WARPS, "enable_fp_fusion": False},
-    )
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(made.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "--dump-resource-usage", code], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL"))
-    record_property("registers", registers)
-    record_property("spilled_bytes", stack + local)
-    assert stack + local == 0
+    made = compile_ahead(move_tiles, signature, SHAPES, warps=WARPS, capability=capability)
+    registers, spilled = usage(made, tmp_path, record_property)
+    assert spilled == 0
     assert registers <= 128  # four programs of four warps a multiprocessor at least
     # Long runs move 16 bytes a thread and load; a transpose passes through shared memory.
     assert "ld.global.v2.b64" in made.asm["ptx"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from layout_algebra.fingerprint import plan_fingerprints
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.transfer_exec.ahead_of_time import compile_ahead, usage
 from transfer_exec.errors import ProgramError
 from transfer_exec.kernels._triton_digest import digest_tiles
 from transfer_exec.kernels.triton_digest import LANES, WARPS, DeviceDigest, device_parts, tiles_of_strips
@@ -42,19 +39,9 @@ def test_it_compiles_ahead_of_time_without_spills(
     capability: int, tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     signature = {"tiles": "*i64", "first": "i64", "weights": "*i64", "out": "*i64", "LANES": "constexpr"}
-    made = triton.compile(
-        ASTSource(fn=digest_tiles, signature=signature, constexprs={"LANES": LANES}),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": WARPS, "enable_fp_fusion": False},
-    )
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(made.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "--dump-resource-usage", code], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL"))
-    record_property("registers", registers)
-    record_property("spilled_bytes", stack + local)
-    assert stack + local == 0
+    made = compile_ahead(digest_tiles, signature, {"LANES": LANES}, warps=WARPS, capability=capability)
+    registers, spilled = usage(made, tmp_path, record_property)
+    assert spilled == 0
     assert registers <= 64  # eight programs of four warps a multiprocessor at least
     assert "atom.global" in made.asm["ptx"] or "red." in made.asm["ptx"]
 
