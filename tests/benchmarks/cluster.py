@@ -20,12 +20,13 @@ import importlib
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from adapters.cli.benchmark import Row
 from tests.adapters.crew import compile_kernels
 from tests.cluster.fleet import Fleet, Job
-from tests.cluster.model import shapes, total_bytes
+from tests.cluster.model import Shapes, shapes, total_bytes
 from tests.cluster.network import Cluster, NodeSpec, why_not
 from transfer_exec.report import Measures, TransferReport
 from transfer_exec.topology import Topology
@@ -47,28 +48,39 @@ def rows() -> list[Row]:
     RuntimeError
         Where no cluster can be made, or Mooncake is not installed.
     """
+    tensors = shapes(**MODEL)
+    with job_of_nodes("cluster", tensors, TRAINERS, MOST_ROLLOUTS) as (cluster, fleet):
+        return _Run(cluster, fleet, total_bytes(tensors)).rows()
+
+
+@contextmanager
+def job_of_nodes(benchmark: str, tensors: Shapes, trainers: int, rollouts: int) -> Iterator[tuple[Cluster, Fleet]]:
+    """Trainers, then engines of one rank named by number, a node each on links of the benchmarks' rate, with digests.
+
+    Raises
+    ------
+    RuntimeError
+        Where no cluster can be made, or Mooncake is not installed.
+    """
     reason = why_not()
     if reason:
-        raise RuntimeError(f"benchmark cluster: cannot run here: {reason}")
+        raise RuntimeError(f"benchmark {benchmark}: cannot run here: {reason}")
     importlib.import_module("mooncake.engine")
     compile_kernels()
-    tensors = shapes(**MODEL)
     with tempfile.TemporaryDirectory() as folder:
         shared = (folder, "mooncake")
         jobs = [
-            Job(rank, "tests.cluster.workers:TrainerNode", (tensors, TRAINERS, *shared, "digest"))
-            for rank in range(TRAINERS)
+            Job(rank, "tests.cluster.workers:TrainerNode", (tensors, trainers, *shared, "digest"))
+            for rank in range(trainers)
         ]
         jobs += [
-            Job(TRAINERS + rank, "tests.cluster.workers:RolloutNode", (tensors, str(rank), *shared))
-            for rank in range(MOST_ROLLOUTS)
+            Job(trainers + rank, "tests.cluster.workers:RolloutNode", (tensors, str(rank), *shared))
+            for rank in range(rollouts)
         ]
         nodes = [NodeSpec(LINK_BYTES_PER_S, LINK_BYTES_PER_S)] * len(jobs)
         with Cluster(nodes) as cluster, Fleet(cluster, jobs) as fleet:
-            run = _Run(cluster, fleet, total_bytes(tensors))
-            out = run.rows()
+            yield cluster, fleet
             fleet.each(range(len(jobs)), "leave")
-            return out
 
 
 class _Run:

@@ -13,10 +13,8 @@ class, or there is no row. One byte of a model is read twice for it, and moved b
 
 from __future__ import annotations
 
-import importlib
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +30,11 @@ from layout_algebra._jit import kernel
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.fingerprint import plan_fingerprints
 from layout_algebra.source_map import SourceMap
-from tests.adapters.crew import compile_kernels
 from tests.benchmarks._digest_worker import Ran, serve
+from tests.benchmarks.cluster import LINK_BYTES_PER_S, MODEL, job_of_nodes
 from tests.benchmarks.host import answers, ask, crossing, processes
-from tests.cluster.fleet import Fleet, Job
+from tests.cluster.fleet import Fleet
 from tests.cluster.model import shapes, total_bytes
-from tests.cluster.network import Cluster, NodeSpec, why_not
 from transfer_exec.compiler import Compiler
 from transfer_exec.direct import Near
 from transfer_exec.plan import Plan
@@ -45,9 +42,7 @@ from transfer_exec.report import TransferReport
 from transfer_exec.topology import Topology
 
 LAYERS = 8
-LINK_BYTES_PER_S = 50e6
 NODES = 4
-MODEL = {"layers": 7, "hidden": 1024, "wide": 2816, "words": 9844}
 REPEATS = 7
 UPDATES = 4
 
@@ -97,27 +92,9 @@ def cluster() -> list[Row]:
     RuntimeError
         Where no cluster can be made, or bits did not arrive.
     """
-    reason = why_not()
-    if reason:
-        raise RuntimeError(f"benchmark digest: cannot run here: {reason}")
-    importlib.import_module("mooncake.engine")
-    compile_kernels()
     tensors = shapes(**MODEL)
-    with tempfile.TemporaryDirectory() as folder:
-        shared = (folder, "mooncake")
-        jobs = [
-            Job(rank, "tests.cluster.workers:TrainerNode", (tensors, NODES, *shared, "digest")) for rank in range(NODES)
-        ]
-        jobs += [
-            Job(NODES + rank, "tests.cluster.workers:RolloutNode", (tensors, str(rank), *shared))
-            for rank in range(NODES)
-        ]
-        with (
-            Cluster([NodeSpec(LINK_BYTES_PER_S, LINK_BYTES_PER_S)] * len(jobs)) as network,
-            Fleet(network, jobs) as fleet,
-        ):
-            reports = updates(fleet)
-            fleet.each(range(len(jobs)), "leave")
+    with job_of_nodes("digest", tensors, NODES, NODES) as (_, fleet):
+        reports = updates(fleet)
     ewtt = [one.measures.ewtt_s for one in reports if one.measures is not None]
     without = [one.measures.ewtt_s - one.verify_at_most_s for one in reports if one.measures is not None]
     return [
