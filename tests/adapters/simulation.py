@@ -443,18 +443,24 @@ class Simulation:
         raise AssertionError(f"the job talks for ever: {choices}")
 
     def run(self, until: Callable[[], bool], *, within_s: float) -> None:
-        """Let the job go on as real ones do: messages are quick, and every rollout polls and polls."""
+        """Let the job go on as real ones do: messages are quick, and engines step and step, all ranks together."""
         stop_at = self.scheduler.now + within_s
         while not until():
             assert self.scheduler.now < stop_at, f"stuck: {self.stuck()}"
             for worker, caller in self.callers.items():
-                if worker.startswith("trainer/") or caller.busy or worker in self.held:
+                if worker.startswith("trainer/") or caller.busy or worker in self.held or self.is_ahead(worker):
                     continue
                 self.poll(worker)
             self.drain()
             while self.doomed:
                 self.crash(self.doomed.pop())
             self.pass_time(0.25)
+
+    def is_ahead(self, worker: str) -> bool:
+        """Whether a rank's next step needs another of its engine that has not come so far."""
+        ranks = self.receivers(worker.rpartition("/")[0])
+        counters = {name: rank._station.session.counter for name, rank in ranks.items() if name not in self.held}
+        return counters[worker] > min(counters.values())
 
     def stuck(self) -> str:
         """Who is in a call."""
