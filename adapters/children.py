@@ -138,4 +138,4 @@ class Children:
             return
         hub.children[member.worker] = Child(identity, member.incarnation)
         hub.speakers[identity] = member.worker
-        self.send(member.worker, Welcome(mine.incarnation))
+        self.send(member.worker, Welcome(mine.incarnation, self._handler.newest()))

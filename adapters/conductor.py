@@ -86,6 +86,7 @@ class Conductor:
                 self._steps.listen(_LISTEN_S)
                 calls = self._steps.calls
                 if not calls:
+                    waiting_since = None
                     continue
                 waiting_since = waiting_since or time.monotonic()
                 if self._check_calls(calls, time.monotonic() - waiting_since):

@@ -17,6 +17,10 @@ class Handler(Protocol):
         """A worker wants to be a child; why it may not, or None."""
         ...
 
+    def newest(self) -> int:
+        """The newest transaction of the group that this worker leads, which those who join now take no part in."""
+        ...
+
     def from_child(self, worker: str, message: ToParent) -> None:
         """A welcomed child spoke."""
         ...
@@ -29,8 +33,8 @@ class Handler(Protocol):
         """The parent spoke."""
         ...
 
-    def parent_joined(self) -> None:
-        """The parent said welcome."""
+    def parent_joined(self, txn: int) -> None:
+        """The parent said welcome, and what the newest transaction of its group is."""
         ...
 
     def parent_lost(self, failure: Failure, *, final: bool) -> None:

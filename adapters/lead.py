@@ -87,7 +87,7 @@ class GroupLead:
         self._own_counter = own_counter
         self._members: dict[str, Member] = {}
         self._polls = PollLead(self._ranks)
-        self._txn = 0
+        self._txn = self._newest = 0
         self._step: int | None = None
         self._duty: Duty | None = None
         self._of = ""
@@ -104,6 +104,11 @@ class GroupLead:
     def ranks(self) -> tuple[str, ...]:
         """Worker names in rank order."""
         return self._ranks
+
+    @property
+    def newest(self) -> int:
+        """The newest transaction that it has heard of."""
+        return self._newest
 
     def roster(self) -> Roster:
         """Who has joined."""
@@ -209,6 +214,7 @@ class GroupLead:
             self._agreements, self._values = 0, {}
             self._early_failure = None
         self._txn, self._step, self._duty, self._of = txn, step, duty, of
+        self._newest = max(self._newest, txn)
         self._deadline_s, self._deadline = deadline_s, self._clock() + deadline_s
         self._acting = self._ranks
         self._results = {}
@@ -267,6 +273,7 @@ class GroupLead:
         if message.txn == self._txn:
             self._polls.give_up()
             self._txn, self._step = 0, None
+        self._newest = max(self._newest, message.txn)
         for rank in self._ranks:
             self._to_rank(rank, message)
 

@@ -119,9 +119,16 @@ class Hello(Tagged, frozen=True):
 
 
 class Welcome(Tagged, frozen=True):
-    """The answer to a Hello that was accepted."""
+    """The answer to a Hello that was accepted.
+
+    Attributes
+    ----------
+    txn
+        The newest transaction of the group that the speaker leads: who joins takes no part in it, nor in older ones.
+    """
 
     incarnation: str
+    txn: Count = 0
 
 
 class Refused(Tagged, frozen=True):
@@ -353,7 +360,7 @@ ToRank: TypeAlias = Ask | ProposeStop | Committed | Agreed | Note | Cancel | End
 FromLead: TypeAlias = Roster | Call | Gathered
 ToLead: TypeAlias = Stop | Relay | Note | Cancel | End
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Grows with every release that changes a message; `Hello` and `Refused` stay readable across versions."""
 
 _BULKY = (Answer, Ask, Relay, Gathered, End)

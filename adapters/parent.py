@@ -166,11 +166,11 @@ class Parent:
             self.dropped += 1
             return
         match message:
-            case Welcome() if not self.uplink.joined:
+            case Welcome(txn=txn) if not self.uplink.joined:
                 self.uplink.joined = True
                 self._refused_since, self.trouble = 0.0, ""
                 log_event("reached", self._worker, parent=self._name)
-                self._handler.parent_joined()
+                self._handler.parent_joined(txn)
             case Refused(failure=failure, final=final) if not self.uplink.joined:
                 self.uplink.close()
                 self._refused = final

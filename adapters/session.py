@@ -390,13 +390,19 @@ class Session:
                     return  # of a transaction that is over
             self._changed.notify_all()
 
+    def joined(self, txn: int) -> None:
+        """The lead has this rank, which takes no part in the lead's transactions up to this one."""
+        with self._changed:
+            self._begin(txn)
+
     def lead_lost(self, failure: Failure) -> None:
         """The lead is gone: what is open has failed, as has a call that has not begun; another lead counts from one."""
         with self._changed:
             if self._txn and self._txn not in self._ends:
                 self._finish(End(self._txn, failure))
             if self._called is not None and self._txn <= self._called.after:
-                self._unheard = failure
+                # Should the lead still have that call, and begin it, it hears that nobody waits here.
+                self._unheard = self._withdrawn = failure
             self._polls.forget()
             self._changed.notify_all()
 

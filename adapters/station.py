@@ -252,6 +252,11 @@ class Station:
             return self._refusal(f"{member.worker} has no business with {self.worker}")
         return None
 
+    def newest(self) -> int:
+        """The newest transaction of the group that this worker leads."""
+        assert self._lead is not None
+        return self._lead.newest
+
     def from_child(self, worker: str, message: ToParent) -> None:
         """A rank or an engine's lead spoke."""
         lead, conductor = self._lead, self.conductor
@@ -278,12 +283,14 @@ class Station:
         elif isinstance(message, (Ask, ProposeStop, Committed, Agreed, Note, Cancel, End)):
             self.session.deliver(message)
 
-    def parent_joined(self) -> None:
+    def parent_joined(self, txn: int) -> None:
         """The parent knows this worker."""
-        self._joined.set()
         if self._lead is not None:
             # A new conductor must hear which version is here by now.
             self._lead.joined(self._member())
+        else:
+            self.session.joined(txn)
+        self._joined.set()
 
     def parent_lost(self, failure: Failure, *, final: bool) -> None:
         """The parent is gone, or will not have this worker."""

@@ -128,8 +128,6 @@ class Steps:
         self._asked: Counter[str] = Counter()
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
-        # Trainers that joined since the last end: what they call cannot be meant for a transaction before it.
-        self._fresh: set[str] = set()
         self.gone: set[str] = set()
         self.idle: set[str] = set()
 
@@ -296,8 +294,8 @@ class Steps:
         self._send(group, End(self._txn, failure, outcome, torn))
         if group == TRAINERS:
             self._last_ended = self._txn
-            self.calls = {}
-            self._fresh = set()
+            # Who joined, or gave up, while it was open may have called again already.
+            self.calls = {worker: call for worker, call in self.calls.items() if call.after >= self._txn}
 
     def end_all(self, failure: Failure) -> None:
         """End it for every group that has not been told yet, the trainers last: they may call again at once."""
@@ -396,25 +394,19 @@ class Steps:
             case GroupLost(group, reason):
                 if self.rosters.pop(group, None) is not None:
                     log_event("lost", group, level=logging.WARNING, why=reason)
-            case Call(worker=worker, after=after):
-                if after >= self._last_ended or (after == 0 and worker in self._fresh):
-                    self.calls[worker] = item
-                else:
-                    # Its rank takes the end of that transaction for the answer to this call; one that is new here
-                    # has not seen it, and gets it again.
-                    text = "called while another call was ending; call again"
-                    self._send(TRAINERS, End(self._last_ended, Failure("StaleError", worker, text)))
+            case Call(worker=worker, after=after) if after >= self._last_ended:
+                # An older one is of a rank that the end of that transaction is on its way to, and answers.
+                self.calls[worker] = item
             case _:
                 pass
 
     def _note_trainers(self, roster: Roster) -> None:
         before = self.rosters.get(TRAINERS)
         there = {member.worker for member in roster.members}
-        known = {(m.worker, m.incarnation) for m in (before.members if before else ())}
-        self._fresh |= {m.worker for m in roster.members if (m.worker, m.incarnation) not in known}
-        self.gone = (
-            self.gone | {m.worker for m in (before.members if before else ()) if m.worker not in there}
-        ) - there
+        left = {member.worker for member in (before.members if before else ())} - there
+        for worker in left:
+            self.calls.pop(worker, None)  # it has failed there
+        self.gone = (self.gone | left) - there
 
 
 def _phase_of(say: Mapping[str, Say], of: str) -> str:

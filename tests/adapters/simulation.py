@@ -80,7 +80,7 @@ class Line:
     def __init__(self, child: Post, parent: Post) -> None:
         self.child, self.parent = child, parent
         self.up: deque[bytes] = deque()
-        self.down: deque[bytes | None] = deque([None])  # None is the welcome
+        self.down: deque[bytes | int] = deque([parent.handler.newest()])  # a number is the welcome
         self.joined = False
 
 
@@ -201,9 +201,9 @@ class Network:
 
     def _arrive_down(self, connection: Line) -> None:
         data = connection.down.popleft()
-        if data is None:
+        if isinstance(data, int):
             connection.joined = True
-            connection.child.handler.parent_joined()
+            connection.child.handler.parent_joined(data)
         else:
             connection.child.handler.from_parent(decode(data, from_child=False))  # type: ignore[arg-type]
 

@@ -32,6 +32,7 @@ class Notes:
         self.admitted: list[str] = []
         self.lost: list[tuple[str, str]] = []
         self.parents = 0
+        self.txns: list[int] = []
         self.parent_failures: list[tuple[Failure, bool]] = []
         self.refuse: Failure | None = None
         self.broke: Failure | None = None
@@ -40,6 +41,9 @@ class Notes:
         if self.refuse is None:
             self.admitted.append(member.worker)
         return self.refuse
+
+    def newest(self) -> int:
+        return 7
 
     def from_child(self, worker: str, message: ToParent) -> None:
         self.children.append((worker, message))
@@ -50,8 +54,9 @@ class Notes:
     def from_parent(self, message: ToChild) -> None:
         self.parent.append(message)
 
-    def parent_joined(self) -> None:
+    def parent_joined(self, txn: int) -> None:
         self.parents += 1
+        self.txns.append(txn)
 
     def parent_lost(self, failure: Failure, *, final: bool) -> None:
         self.parent_failures.append((failure, final))
@@ -103,6 +108,7 @@ def test_messages_go_both_ways_in_order(posts: Posts) -> None:
     root, above = posts.root()
     child, below = posts.child(1)
     wait_for(lambda: below.parents == 1)
+    assert below.txns == [7]
     for number in range(200):
         child.to_parent(AgreeValue(1, number, 0))
         root.to_child("trainer/1", Agreed(1, number, 0))

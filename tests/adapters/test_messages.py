@@ -36,7 +36,7 @@ UP = [
     messages.Gathered("engine/a", 9, 2, (duties.Done(0.1), None), None),
 ]
 DOWN = [
-    messages.Welcome("f3"),
+    messages.Welcome("f3", 7),
     messages.Refused(FAILURE, True),
     messages.Ping(),
     messages.Ask(9, 2, 65.0, duties.Bind(b"program", "shared_memory", (duties.Cell(3, b"runs"),), machines=2)),

@@ -13,6 +13,7 @@ from adapters.duty_messages import Done, Duty, Prepare, Probe, Publish, Result, 
 from adapters.failures import Failure, LostWorkerError, StaleError, VersionError
 from adapters.lead import GroupLead
 from adapters.messages import (
+    LEFT,
     Answer,
     Ask,
     Call,
@@ -416,6 +417,35 @@ def test_a_call_says_what_it_comes_after() -> None:
     group.say(End(7, None))
     assert session.call(SendIntent(2), b"", None) == 7
     assert [message.after for message in group.heard if isinstance(message, Call)] == [0, 7]
+
+
+def test_a_rank_that_joins_takes_no_part_in_what_the_lead_has_begun_or_ended() -> None:
+    group = Group(1)
+    group.say(Stop(5, 10.0))
+    late = Session("engine/a/1", group.heard.append, deadline_s=0.1)
+    late.joined(group.lead.newest)
+    assert late.call(SendIntent(1), b"", None) == 5
+    late.deliver(End(5, None))
+    with pytest.raises(DeadlineError, match="heard nothing more"):
+        late.serve(lambda duty: DONE, after=5)
+    group.say(End(5, None))
+    assert group.lead.newest == 5
+    group.say(End(8, None))
+    assert group.lead.newest == 8
+
+
+def test_a_call_that_failed_with_its_connection_is_not_waited_for_when_it_begins_after_all() -> None:
+    heard: list[FromRank] = []
+    session = Session("trainer/1", heard.append, deadline_s=10.0)
+    after = session.call(SendIntent(1), b"", None)
+    lost = Failure(LostWorkerError.__name__, "trainer/1", "its connection closed")
+    session.lead_lost(lost)
+    session.joined(4)
+    session.deliver(Ask(5, 1, 10.0, Stay(), "version 1"))
+    assert heard[1:] == [Answer(5, LEFT, None, lost)]
+    ended = session.serve(lambda duty: DONE, after=after)
+    assert isinstance(ended, End)
+    assert ended.failure == lost
 
 
 class Beside:

@@ -6,10 +6,26 @@ import pytest
 
 from adapters.duty_messages import Stay
 from adapters.failures import LostWorkerError
-from adapters.messages import Member, Roster
-from adapters.steps import GroupLost, Steps, is_complete
+from adapters.messages import Call, End, Member, Roster, SendIntent, ToLead
+from adapters.steps import TRAINERS, GroupLost, Steps, is_complete
 
 ENGINE = "engine/a"
+RANKS = ("trainer/0", "trainer/1")
+
+
+def trainers(*workers: str) -> Roster:
+    members = tuple(Member(each, RANKS.index(each), 2, "1", "host", "auto", None) for each in workers)
+    return Roster(TRAINERS, 2, members)
+
+
+def called(worker: str, after: int) -> Call:
+    return Call(worker, after, SendIntent(1), b"", None)
+
+
+def hear(steps: Steps, *items: Roster | Call) -> None:
+    for item in items:
+        steps.hear(item)
+        steps.listen(0.0)
 
 
 def roster(incarnation: str) -> Roster:
@@ -30,3 +46,30 @@ def test_an_engine_that_has_joined_again_stays_joined_when_its_loss_is_found_out
         steps.run({ENGINE: (Stay(),)})
     steps.listen(0.0)
     assert is_complete(steps.rosters.get(ENGINE))
+
+
+def test_a_call_of_a_trainer_that_joined_while_a_transaction_was_open_waits_for_the_next() -> None:
+    """It takes no part in that transaction, so the end of it neither answers the call nor drops it."""
+    said: list[ToLead] = []
+    steps = Steps(lambda group, message: said.append(message), deadline_s=5.0)
+    hear(steps, trainers(*RANKS), called(RANKS[0], 0), called(RANKS[1], 0))
+    steps.open("connect")
+    hear(steps, trainers(RANKS[0]), trainers(*RANKS))
+    steps.end(TRAINERS, None)
+    (end,) = (message for message in said if isinstance(message, End))
+    assert not steps.calls
+    hear(steps, called(RANKS[1], end.txn - 1))
+    assert not steps.calls, "the end that is on its way answers it"
+    hear(steps, called(RANKS[0], end.txn))
+    steps.open("version 1")
+    hear(steps, trainers(RANKS[0]), trainers(*RANKS), called(RANKS[1], end.txn + 1))
+    steps.end(TRAINERS, None)
+    assert list(steps.calls) == [RANKS[1]]
+
+
+def test_the_call_of_a_trainer_that_is_lost_has_failed_there_and_begins_nothing() -> None:
+    steps = Steps(lambda group, message: None, deadline_s=5.0)
+    hear(steps, trainers(*RANKS), called(RANKS[0], 0), called(RANKS[1], 0), trainers(RANKS[0]), trainers(*RANKS))
+    assert list(steps.calls) == [RANKS[0]]
+    hear(steps, called(RANKS[1], 0))
+    assert list(steps.calls) == [*RANKS]
