@@ -74,11 +74,15 @@ class Update:
         What the sender passed along.
     report
         What this worker received and how long it took.
+    parent
+        The version that this rank had confirmed before; None before the first. Every update is a full copy, so what lies
+        between them is not missing.
     """
 
     version: int
     metadata: JsonValue
     report: WorkerReport
+    parent: int | None = None
 
 
 class ReceiverAdapter:
@@ -316,6 +320,6 @@ class ReceiverAdapter:
             # update may already be landing.
             report = self._duties.report
             assert report is not None
-            self._version, self._state = duty.version, State.IDLE
-            self._update = Update(duty.version, decode_metadata(self._duties.metadata), report)
+            parent, self._version, self._state = self._version, duty.version, State.IDLE
+            self._update = Update(duty.version, decode_metadata(self._duties.metadata), report, parent)
         return result

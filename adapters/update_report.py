@@ -25,6 +25,7 @@ def gather_report(
     published: Mapping[str, Result | None],
     *,
     verify: str,
+    parents: Mapping[str, int | None],
 ) -> TransferReport:
     """Combine the results of an update's steps.
 
@@ -36,6 +37,8 @@ def gather_report(
         Results of the trainers' Prepare, of everybody's Transfer, and of the rollouts' Install and Publish.
     verify
         How the bits were compared.
+    parents
+        What each engine had confirmed before.
 
     Raises
     ------
@@ -62,7 +65,7 @@ def gather_report(
         if isinstance(result, Published):
             events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])
     opaque = {worker: source_map.opaque for worker, source_map in connection.needers.items()}
-    report = combine_reports(connection.plan, reports, events=events, opaque=opaque)
+    report = replace(combine_reports(connection.plan, reports, events=events, opaque=opaque), parents=parents)
     if verify == "off":
         return report
     return replace(report, verification=verify, verify_s=verify_s, verify_from=verify_from)

@@ -88,6 +88,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     sent = {worker: result.digests for worker, result in holding.items() if isinstance(result, Prepared)}
     fleet.bound = False  # until it is over: after a failure executors must be made anew
     engines = _Engines(fleet, steps, version, Transfer(version, trace), sent)
+    parents = {group: fleet.engines[group].version for group in groups}
     landed, failures = _let_go_on(engines, groups, together=intent.activation == "fleet")
     fleet.bound = not failures
     if failures or refused:
@@ -102,6 +103,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
         holding,
         *(fleet.by_worker({group: one[step] for group, one in landed.items() if one[step]}) for step in range(3)),
         verify=intent.verify,
+        parents=parents,
     )
     steps.end(TRAINERS, None, report_bytes(report))
 

@@ -98,6 +98,8 @@ class WorkerReport:
         The same span by span, if the update was traced.
     direct_bytes
         Of the bytes sent or received, those that went straight from parameter to parameter.
+    mapped_bytes
+        Of those, what came out of memory of the trainer that the rollout has mapped; the others were read.
     host_bytes
         Memory of the copies of its tensors that a worker keeps in a staging mode.
     """
@@ -118,6 +120,7 @@ class WorkerReport:
     phases: PhaseTimes
     spans: tuple[Span, ...] | None = None
     direct_bytes: int = 0
+    mapped_bytes: int = 0
     host_bytes: int = 0
 
 
@@ -192,6 +195,9 @@ class TransferReport:
         Seconds that took, by worker, and when it began.
     stalls
         When each worker could not compute; empty where nobody computes.
+    parents
+        By engine, the version that it had confirmed before; None before its first. An engine that is not here did not
+        get this version.
     """
 
     version: int
@@ -207,6 +213,7 @@ class TransferReport:
     verify_s: Mapping[str, float] = field(default_factory=dict)
     verify_from: Mapping[str, float] = field(default_factory=dict)
     stalls: Mapping[str, tuple[Stall, ...]] = field(default_factory=dict)
+    parents: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def ratio_to_bound(self) -> float | None:
@@ -269,6 +276,7 @@ class TransferReport:
         for worker, report in self.workers.items():
             sent, received = (_by_stage(each) for each in (report.bytes_sent, report.bytes_received))
             direct = f"; {report.direct_bytes:,} of them directly" if report.direct_bytes else ""
+            direct += f" ({report.mapped_bytes:,} mapped)" if report.mapped_bytes else ""
             lines.append(f"  {worker}: sent {sent}; received {received}{direct}")
         lines += [
             f"  {worker}: {len(names)} opaque parameters: {', '.join(names)}" for worker, names in self.opaque.items()

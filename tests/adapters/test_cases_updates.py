@@ -284,9 +284,10 @@ def test_g14_the_sender_counts_on_a_version_only_when_every_receiver_has_confirm
             with pytest.raises(VersionError, match=f"version {version} is not newer than 17, which engine/a has"):
                 crew.senders[0].send_weights(version)
         assert all(same_bits(one.holding.tensors, b) for one, b in zip(crew.rollouts.values(), bits, strict=True))
-        crew.send(19)
+        (report,) = crew.send(19)
+        assert report.parents == {"engine/a": 17}
         for one in crew.rollouts.values():
-            assert (one.adapter.version, one.adapter.ready) == (19, True)
+            assert (one.adapter.version, one.adapter.ready, one.updates[-1].parent) == (19, True, 17)
             assert same_bits(one.holding.tensors, one.holding.expected(19))
         assert conductor._fleet.engines["engine/a"].version == 19
 
@@ -311,7 +312,8 @@ def test_g14_of_two_engines_one_of_which_missed_a_version(tmp_path: Path) -> Non
         assert held == {"engine/a": 18, "engine/b": None}
         assert crew.senders[0].version is None
         refuse.clear()
-        crew.send(19)
+        (report,) = crew.send(19)
+        assert report.parents == {"engine/a": 18, "engine/b": None}
         held = {group: engine.version for group, engine in conductor._fleet.engines.items()}
         assert held == {"engine/a": 19, "engine/b": 19}
 
