@@ -75,8 +75,8 @@ class Update:
     report
         What this worker received and how long it took.
     parent
-        The version that this rank had confirmed before; None before the first. Every update is a full copy, so what lies
-        between them is not missing.
+        The version that this rank had confirmed before; None before the first. Every update is a full copy, so nothing
+        of what came between is missing.
     """
 
     version: int
