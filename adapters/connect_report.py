@@ -47,6 +47,8 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Traffic of one update.
     direct_bytes
         Of that, what goes straight from parameter to parameter.
+    mapped_bytes
+        Of that again, what rollouts copy out of a trainer's shared memory, which they have mapped; the rest is read.
     """
 
     worker: str
@@ -60,6 +62,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     needed_bytes: int
     stages: tuple[StageBytes, ...]
     direct_bytes: int = 0
+    mapped_bytes: int = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -102,7 +105,9 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Engines that were left out because they failed, hung or died on the way, and why; a connect that names one
         again takes it in.
     unreadable
-        Why nothing goes straight from parameter to parameter: some worker is not allowed to read a peer's memory.
+        Why nothing is read straight out of a parameter: some worker is not allowed to read a peer's memory.
+    unmappable
+        Why no parameter is mapped although some are in shared memory: some worker cannot map a peer's.
     """
 
     engines: tuple[str, ...]
@@ -125,6 +130,7 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     places: dict[str, str] = {}
     lost: dict[str, str] = {}
     unreadable: str = ""
+    unmappable: str = ""
 
     def worker(self, name: str) -> WorkerSummary:
         """One worker's part; KeyError if it takes none."""
@@ -162,18 +168,23 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{one.copied_elements:,} copied, {one.empty_elements:,} empty, {one.opaque_elements:,} opaque; "
                 f"sends {one.bytes_sent:,} and receives {one.bytes_received:,} bytes"
                 f"{f', {one.direct_bytes:,} of them directly' if one.direct_bytes else ''}"
+                f"{f' ({one.mapped_bytes:,} mapped)' if one.mapped_bytes else ''}"
             )
         lines += [f"  unused by {side}: {_listed(names)}" for side, names in self.unused.items() if names]
         lines += [f"  left out: engine {name}: {why}" for name, why in self.lost.items()]
         if self.unreadable:
-            lines.append(f"  nothing goes directly: {self.unreadable}")
+            lines.append(f"  nothing is read directly: {self.unreadable}")
+        if self.unmappable:
+            lines.append(f"  nothing is mapped: {self.unmappable}")
         if self.kept:
             lines.append(f"  keep their old values: {_listed(self.kept)}")
         lines.append("  " + ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items()))
         return "\n".join(lines)
 
 
-def describe_worker(worker: str, source_map: SourceMap, plan: Plan, *, direct_bytes: int = 0) -> WorkerSummary:
+def describe_worker(
+    worker: str, source_map: SourceMap, plan: Plan, *, direct_bytes: int = 0, mapped_bytes: int = 0
+) -> WorkerSummary:
     """One worker's part of a report."""
     cover = source_map.coverage()
     entries = {name: source_map[name] for name in source_map.parameters}
@@ -192,6 +203,7 @@ def describe_worker(worker: str, source_map: SourceMap, plan: Plan, *, direct_by
             for stage in Stage
         ),
         direct_bytes=direct_bytes,
+        mapped_bytes=mapped_bytes,
     )
 
 

@@ -27,7 +27,7 @@ from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete
 from adapters.transports import choose_transport
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
-from transfer_exec.errors import DeadlineError, UnheldError, UnreadableError
+from transfer_exec.errors import DeadlineError, UnheldError, UnmappableError, UnreadableError
 from transfer_exec.topology import Topology
 
 __all__ = ["connect"]
@@ -62,8 +62,10 @@ def connect(
         probe: dict[str, Say] = {group: (Probe() if group in listed else Stay(),) for group in groups}
         probed = steps.run_without({TRAINERS: (Probe(),), **probe}, lost, decisive=(TRAINERS,))
         digests = {group: _digests(fleet, group, probed) for group in (TRAINERS, *groups) if group in probed}
-        fleet.scattered |= {w: one.scattered for w, one in fleet.by_worker(probed).items() if isinstance(one, Probed)}
-        fleet.unreadable = ""
+        answers = {worker: one for worker, one in fleet.by_worker(probed).items() if isinstance(one, Probed)}
+        fleet.scattered |= {worker: one.scattered for worker, one in answers.items()}
+        fleet.shared |= {worker: one.shared for worker, one in answers.items()}
+        fleet.unreadable = fleet.unmappable = ""
         staging = {group: _staging(fleet, group, probed[group]) for group in groups if group in probed}
     with _timed(seconds, "fetch maps"):
         _fetch_maps(fleet, steps, digests, lost)
@@ -86,8 +88,8 @@ def connect(
         try:
             with _timed(seconds, "bind"):
                 failures = fleet.bind(bindings)
-        except UnreadableError:
-            continue  # compile again, for rounds alone
+        except (UnreadableError, UnmappableError):
+            continue  # compile again, without
         if not failures:
             break
         left = steps.leave_out(groups, failures, lost)
@@ -193,13 +195,20 @@ def _describe(
         optimum_s=plan.optimum_s,
         planned_s=plan.load_s,
         workers=tuple(
-            describe_worker(worker, source_map, plan, direct_bytes=fleet.bindings[worker].direct_bytes)
+            describe_worker(
+                worker,
+                source_map,
+                plan,
+                direct_bytes=fleet.bindings[worker].direct_bytes,
+                mapped_bytes=fleet.bindings[worker].mapped_bytes,
+            )
             for worker, source_map in connection.maps.items()
         ),
         seconds=seconds,
         places={worker: place for worker, place in fleet.places.items() if place},
         lost={group.removeprefix("engine/"): str(why) for group, why in lost.items()},
         unreadable=fleet.unreadable,
+        unmappable=fleet.unmappable,
     )
 
 

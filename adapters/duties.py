@@ -69,7 +69,7 @@ from adapters.watched_kernels import WatchedKernels
 from adapters.worker import Hook, Worker
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
-from transfer_exec.binding import scattered_names
+from transfer_exec.binding import scattered_names, shared_names
 from transfer_exec.executor import Executor
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
@@ -175,7 +175,8 @@ class Duties:
             Naming the tensor.
         """
         if self._storage is not None:
-            self._storage.check(Storage.of(live_memory(self._worker.parameters)), self._worker.name)
+            now = Storage.of(live_memory(self._worker.parameters), mapped=self._storage.mapped)
+            self._storage.check(now, self._worker.name)
 
     def memory_moved(self) -> None:
         """The engine released its memory and mapped it again: what was registered is void."""
@@ -208,8 +209,10 @@ class Duties:
         if worker.receives:
             found = leave_to_loader(found)
         self._probed = found
-        scattered = sorted(scattered_names(live_memory(worker.parameters)))
-        return Probed(found.digest(), time.perf_counter() - start, worker.staging, tuple(scattered))
+        live = live_memory(worker.parameters)
+        scattered = tuple(sorted(scattered_names(live)))
+        shared = () if worker.receives or worker.staging else tuple(sorted(shared_names(live)))
+        return Probed(found.digest(), time.perf_counter() - start, worker.staging, scattered, shared)
 
     def _bind(self, duty: Bind, start: float) -> Bound:
         self._let_go()
@@ -225,7 +228,8 @@ class Duties:
         else:
             memory = live_memory(worker.parameters)
             takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
-            self._storage = Storage.of(memory).only(sorted(takes_part))
+            mapped = [program.tensors[position].name for position in program.mapped]
+            self._storage = Storage.of(memory, mapped=mapped).only(sorted(takes_part))
             self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
         self._proof = plan_proof(source_map, duty.cells, staged=staged, threads=torch.get_num_threads(), tensors=memory)

@@ -176,12 +176,15 @@ class Probed(Tagged, frozen=True):
         Whether bytes land in host memory of this worker, beside its parameters.
     scattered
         Parameters that are not contiguous in host memory, so that their bytes cannot go straight from one to another.
+    shared
+        Of a trainer, parameters in shared memory that rollouts may map.
     """
 
     map_digest: str
     seconds: Seconds
     staging: bool = False
     scattered: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 class MapGiven(Tagged, frozen=True):

@@ -24,7 +24,7 @@ from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
 from transfer_exec.compiler import Compiler
 from transfer_exec.direct import Near
-from transfer_exec.errors import UnheldError, UnreadableError
+from transfer_exec.errors import UnheldError, UnmappableError, UnreadableError
 from transfer_exec.topology import Topology
 
 __all__ = ["Binding", "Engine", "Fleet", "compile_bindings", "incarnations"]
@@ -56,12 +56,14 @@ class Engine:
 class Binding:
     """What one worker is told when it is bound, and whom it writes to; kept so that it can be bound again.
 
-    Of its payload, ``direct_bytes`` go straight from parameter to parameter.
+    Of its payload, ``direct_bytes`` go straight from parameter to parameter, ``mapped_bytes`` of those out of memory
+    that readers map.
     """
 
     bind: Bind
     peers: tuple[str, ...]
     direct_bytes: int = 0
+    mapped_bytes: int = 0
 
 
 class Fleet:
@@ -90,8 +92,12 @@ class Fleet:
         Where peers on other machines reach each worker, in words.
     scattered
         By worker, parameters that nothing can go straight to or from.
+    shared
+        By trainer, parameters in shared memory.
     unreadable
-        Why nothing goes straight from parameter to parameter: somebody is not allowed to read a peer's memory.
+        Why nothing is read straight out of a parameter: somebody is not allowed to read a peer's memory.
+    unmappable
+        Why no parameter is mapped: somebody cannot map a peer's shared memory.
     bound
         Whether every worker is bound to it and able to run.
     """
@@ -108,7 +114,8 @@ class Fleet:
         self.bindings: dict[str, Binding] = {}
         self.places: dict[str, str] = {}
         self.scattered: dict[str, tuple[str, ...]] = {}
-        self.unreadable = ""
+        self.shared: dict[str, tuple[str, ...]] = {}
+        self.unreadable = self.unmappable = ""
         self.bound = False
         self._routed: set[str] = set()
 
@@ -180,9 +187,7 @@ class Fleet:
 
     def compile(self, connection: Connection, transport: str, *, verify: str) -> dict[str, Binding]:
         """Every worker's program, what it must digest, and whom it writes to."""
-        near = None
-        if reads_memory(transport) and not self.unreadable:
-            near = Near(connection.maps, {worker: self.scattered.get(worker, ()) for worker in connection.maps})
+        near = self._near(connection) if reads_memory(transport) else None
         return compile_bindings(connection, transport, verify=verify, near=near)
 
     def bind(self, bindings: Mapping[str, Binding]) -> dict[str, Failure]:
@@ -197,9 +202,9 @@ class Fleet:
         ------
         TransferError
             If a trainer cannot be bound.
-        UnreadableError
-            If a worker is not allowed to read a peer's memory; then ``unreadable`` says so, and what is compiled from
-            then on needs no reading.
+        UnreadableError, UnmappableError
+            If a worker is not allowed to read a peer's memory, or cannot map it; then ``unreadable`` or ``unmappable``
+            says so, and what is compiled from then on needs no reading, or no mapping.
         """
         self.bound = False
         self._let_rest(bindings)
@@ -221,9 +226,11 @@ class Fleet:
         for failure in failures.values():
             if failure.kind == UnreadableError.__name__:
                 self.unreadable = str(failure)
-                log_event(
-                    "unreadable", failure.worker, level=logging.WARNING, why=f"{failure}; everything goes in rounds"
-                )
+                log_event("unreadable", failure.worker, level=logging.WARNING, why=f"{failure}; it goes in rounds")
+                raise_failure(failure)
+            if failure.kind == UnmappableError.__name__:
+                self.unmappable = str(failure)
+                log_event("unmappable", failure.worker, level=logging.WARNING, why=f"{failure}; it is read instead")
                 raise_failure(failure)
         failures |= self._steps.absent(results)
         if failures:
@@ -321,6 +328,15 @@ class Fleet:
         there = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
         self.trainers = {worker: there.get(worker, "") for worker in connection.holders}
 
+    def _near(self, connection: Connection) -> Near:
+        """Who reaches whose parameters, as far as has been said and seen."""
+        shared = {} if self.unmappable else {w: self.shared.get(w, ()) for w in connection.holders}
+        scattered = {worker: set(self.scattered.get(worker, ())) for worker in connection.maps}
+        if self.unreadable:
+            for worker, source_map in connection.holders.items():
+                scattered[worker] |= set(source_map.parameters) - set(shared.get(worker, ()))
+        return Near(connection.maps, scattered, shared=shared)
+
     def _let_rest(self, bindings: Mapping[str, Binding]) -> None:
         """Speak no more to trainers that have nothing to do."""
         self._steps.idle = {worker for worker in self._trainers if worker not in bindings}
@@ -339,7 +355,7 @@ def compile_bindings(
         # One that keeps some of what it needs does not know which, so it is told.
         kept = source_map.to_bytes() if connection.kept and worker in connection.needers else b""
         bind = Bind(program.to_bytes(), transport, cells, kept, own_load=own_load)
-        out[worker] = Binding(bind, program.peers, program.direct_bytes)
+        out[worker] = Binding(bind, program.peers, program.direct_bytes, program.mapped_bytes)
     return out
 
 

@@ -1,8 +1,9 @@
 """Where a worker's tensors live, to be compared before every update with where they lived at connect.
 
 Values may change freely; an address, a shape, a stride or a dtype that changed means that bytes would go to, or come
-from, memory the worker no longer uses. Only tensors that take part are compared: a table that the engine reallocates
-as it pleases does not matter.
+from, memory the worker no longer uses. Of what others have mapped the file is compared too: another may lie at the same
+address by now. Only tensors that take part are compared: a table that the engine reallocates as it pleases does not
+matter.
 
 >>> tensors = {"w": torch.zeros(2, 3), "scratch": torch.zeros(4)}
 >>> before = Storage.of(tensors).only(["w"])
@@ -16,7 +17,7 @@ adapters.failures.StaleError: w on engine/a/0: parameter storage replaced since 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,18 +26,20 @@ import torch
 
 from adapters.failures import StaleError
 from adapters.probe_live import Parameters, find_live
+from transfer_exec.transport.shared_files import SharedRanges
 
 __all__ = ["Storage", "live_memory"]
 
 
 class Place(NamedTuple):
-    """Where one tensor is."""
+    """Where one tensor is; device, inode and offset of the file if others map it."""
 
     device: str
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    file: tuple[int, int, int] | None = None
 
 
 def live_memory(parameters: Parameters) -> dict[str, torch.Tensor]:
@@ -50,17 +53,28 @@ class Storage:
 
     places: Mapping[str, Place]
 
+    @property
+    def mapped(self) -> tuple[str, ...]:
+        """Tensors whose file is known."""
+        return tuple(name for name, place in self.places.items() if place.file is not None)
+
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> Storage:
-        """Where these tensors are now; costs about a microsecond a tensor."""
-        return Storage(
-            MappingProxyType(
-                {
-                    name: Place(str(t.device), t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype))
-                    for name, t in tensors.items()
-                }
-            )
-        )
+    def of(tensors: Mapping[str, torch.Tensor], *, mapped: Collection[str] = ()) -> Storage:
+        """Where these tensors are now, and in which file those are that others have mapped.
+
+        Costs about a microsecond a tensor, and one for each of the process' mappings if any is in a file.
+        """
+        places = {
+            name: Place(str(t.device), t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype))
+            for name, t in tensors.items()
+        }
+        ranges = SharedRanges.of_this_process() if mapped else SharedRanges(())
+        for name in mapped:
+            if name in tensors:
+                found = ranges.whereabouts(tensors[name].data_ptr(), tensors[name].nbytes)
+                file = None if found is None else (found.device, found.inode, found.offset)
+                places[name] = places[name]._replace(file=file)
+        return Storage(MappingProxyType(places))
 
     def only(self, names: Iterable[str]) -> Storage:
         """The places of these tensors."""

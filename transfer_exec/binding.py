@@ -22,6 +22,7 @@ from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column, GatherTable, fold_rows
 from transfer_exec.kernels.base import RowColumn
 from transfer_exec.program import FetchColumn, Program, ProgramTensor
+from transfer_exec.transport.shared_files import FilePlace, SharedRanges
 from transfer_exec.transport.stretches import Stretches
 
 _TORCH_NAMES = {
@@ -116,11 +117,13 @@ def stretches_of(program: Program, tensors: Sequence[LiveTensor]) -> Stretches:
     Raises
     ------
     ProgramError
-        If a tensor that is read or written directly is not contiguous.
+        If a tensor that is read or written directly is not contiguous, or one that peers map is in no shared memory.
     """
     direct = {position for rows in program.fetch_rows for position in rows[:, FetchColumn.TENSOR].tolist()}
     direct |= set(program.lent)
     addresses, sizes = np.zeros((2, len(tensors)), dtype=np.int64)
+    ranges = SharedRanges.of_this_process() if program.mapped else SharedRanges(())
+    files: dict[int, FilePlace] = {}
     for position in sorted(direct):
         tensor, live = program.tensors[position], tensors[position]
         width = dtype_of(tensor.dtype).item_bytes
@@ -130,7 +133,15 @@ def stretches_of(program: Program, tensors: Sequence[LiveTensor]) -> Stretches:
                 "memory, which its elements go straight to or from; connect again"
             )
         addresses[position], sizes[position] = live.address, tensor.bytes
-    return Stretches(addresses, sizes)
+        if position in program.mapped:
+            place = ranges.place(live.address, tensor.bytes)
+            if place is None:
+                raise ProgramError(
+                    f"{tensor.name} on {program.worker}: is not in shared memory, which peers were to map; it was when "
+                    "the plan was compiled, so connect again"
+                )
+            files[position] = place
+    return Stretches(addresses, sizes, files)
 
 
 def scattered_names(memory: Mapping[str, object]) -> frozenset[str]:
@@ -145,6 +156,23 @@ def scattered_names(memory: Mapping[str, object]) -> frozenset[str]:
         else:
             good = False
         if not good:
+            out.add(name)
+    return frozenset(out)
+
+
+def shared_names(memory: Mapping[str, object]) -> frozenset[str]:
+    """Names of what is contiguous in host memory and lies in a file that other processes can open and map."""
+    ranges, scattered, torch = SharedRanges.of_this_process(), scattered_names(memory), sys.modules.get("torch")
+    out = set()
+    for name, given in memory.items():
+        address, size = 0, 0
+        if name in scattered:
+            continue
+        if isinstance(given, np.ndarray):
+            address, size = given.ctypes.data, given.nbytes
+        elif torch is not None and isinstance(given, torch.Tensor):
+            address, size = given.data_ptr(), given.numel() * given.element_size()
+        if ranges.place(address, size) is not None:
             out.add(name)
     return frozenset(out)
 

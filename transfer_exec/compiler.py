@@ -143,6 +143,7 @@ class Compiler:
         _check_codes(worker, tensors, packed, assembled)
         offers, fetches = self._direct(worker)
         lent = self._tensors_lent_by(worker) if offers else _NO_TENSORS
+        mapped = np.unique(np.concatenate([_NO_TENSORS, *(moves.mapped for _, moves in offers)]))
         rows = [self._rows_to_fetch(fetch.peer, moves) for fetch, moves in fetches]
         used = [tensor for each in rows for tensor in each[:, FetchColumn.TENSOR].tolist()]
         number = _numbers_of_used(tensors, packed[:, Column.TENSOR], assembled[:, Column.TENSOR], lent, used)
@@ -164,6 +165,7 @@ class Compiler:
             offers=tuple(offer for offer, _ in offers),
             fetches=tuple(fetch for fetch, _ in fetches),
             lent=tuple(number[lent].tolist()),
+            mapped=tuple(number[mapped].tolist()),
             fetch_rows=tuple(rows),
         )
 
@@ -182,12 +184,12 @@ class Compiler:
             mine = moves[worker, reader]
             flag = self._first_flag(reader) + self._sources[reader].index(worker)
             done = self._first_flag(worker) + len(sources) + readers.index(reader)
-            offers.append((Offer(mine.stage, reader, flag, done, mine.bytes), mine))
+            offers.append((Offer(mine.stage, reader, flag, done, mine.bytes, mine.mapped_bytes), mine))
         for source in sources:
             mine = moves[source, worker]
             flag = self._first_flag(worker) + sources.index(source)
             done = self._first_flag(source) + len(self._sources.get(source, ())) + self._readers[source].index(worker)
-            fetches.append((Fetch(mine.stage, source, flag, done, mine.bytes), mine))
+            fetches.append((Fetch(mine.stage, source, flag, done, mine.bytes, mine.mapped_bytes), mine))
         return offers, fetches
 
     def _first_flag(self, worker: str) -> int:

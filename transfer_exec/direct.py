@@ -2,6 +2,7 @@
 
 Where a trainer and a rollout can look at each other's memory, a run of elements that is contiguous on both sides, of
 one dtype and long needs no buffers and no kernels: the rollout reads it out of the trainer's parameter into its own.
+If that parameter is in shared memory the rollout maps it, and copies runs that are much shorter.
 That is a matter of hops: one that starts at the worker that holds the ids and ends at one that forwards them to nobody.
 
 A route whose ids are only partly direct is cut. What is left is a lawful plan of its own, often of fewer rounds, and
@@ -17,7 +18,7 @@ everything that runs in rounds follows that one:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -36,10 +37,13 @@ from transfer_exec.templates import holder_templates, needer_templates, tensors_
 LEAST_BYTES = 4096
 """Shorter runs stay in the rounds: reading a range of another process costs what copying 4 KiB does."""
 
+LEAST_MAPPED_BYTES = 512
+"""The same out of memory that the reader maps: copying would pay for any length, but each run is 64 bytes of tables."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Near:
-    """Workers that can read each other's memory, and what of it.
+    """Workers that can reach each other's memory, and what of it.
 
     Attributes
     ----------
@@ -47,13 +51,22 @@ class Near:
         Their source maps.
     scattered
         By worker, parameters that are not contiguous in host memory, and so are left to the rounds.
-    least_bytes
-        Shortest run that is read directly.
+    least_bytes, least_mapped_bytes
+        Shortest run that is read directly, and that is copied out of a parameter in shared memory.
+    shared
+        By worker, parameters in shared memory, which others map.
     """
 
     maps: Mapping[str, SourceMap]
     scattered: Mapping[str, Collection[str]]
     least_bytes: int = LEAST_BYTES
+    least_mapped_bytes: int = LEAST_MAPPED_BYTES
+    shared: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+    @property
+    def shortest_bytes(self) -> int:
+        """Shortest run of either kind."""
+        return min(self.least_bytes, self.least_mapped_bytes) if any(self.shared.values()) else self.least_bytes
 
 
 class MoveColumn(IntEnum):
@@ -79,11 +92,17 @@ class DirectMoves:
         int64, shape ``(n, 6)``, columns as in `MoveColumn`, by target.
     bytes
         Of the plan's ids that travel this way; an id that is needed twice is read twice and counted once.
+    mapped_bytes
+        Of those, what comes out of parameters in shared memory.
+    mapped
+        Tensors of the source that are in shared memory, as in the rows; int64, ascending.
     """
 
     stage: Stage
     rows: IdArray
     bytes: int
+    mapped_bytes: int
+    mapped: IdArray
 
     @property
     def elements(self) -> int:
@@ -142,13 +161,19 @@ def divide(plan: Plan, near: Near) -> Division:
             mine = hops[(table.target[hops] == target) & (table.source[hops] == source)]
             which = np.unique(runs.load_of_route[table.route[mine]])
             lines, others = loads.needed_lines(near, name, rows, which)
-            pieces, ranks = _join(held[source], lines, others, near.least_bytes)
+            shared = _shared_tensors(near, workers[source])
+            pieces, ranks, mapped = _join(held[source], lines, others, near, shared)
             if not len(pieces):
                 continue
             per_load = loads.by_load(ranks)
             taken.setdefault(target, {}).update(per_load)
-            size = sum(part.elements * int(loads.item_bytes[load]) for load, part in per_load.items())
-            moves[workers[source], name] = DirectMoves(Stage(int(table.stage[mine[0]])), pieces, size)
+            moves[workers[source], name] = DirectMoves(
+                Stage(int(table.stage[mine[0]])),
+                pieces,
+                loads.bytes_of(per_load),
+                loads.bytes_of(loads.by_load(mapped)) if mapped else 0,
+                np.intersect1d(pieces[:, MoveColumn.SOURCE], np.flatnonzero(shared)),
+            )
     if not moves:
         return Division(plan, {})
     return Division(_rest(plan, runs, loads, taken), moves)
@@ -160,7 +185,7 @@ def _direct_hops(plan: Plan, near: Near) -> IdArray:
     close = np.array([worker in near.maps for worker in workers], dtype=bool)
     rank = {worker: position for position, worker in enumerate(workers)}
     holder = np.array([rank[route.holder] for route in plan.routes], dtype=np.int64)
-    large = np.array([route.bytes >= near.least_bytes for route in plan.routes], dtype=bool)
+    large = np.array([route.bytes >= near.shortest_bytes for route in plan.routes], dtype=bool)
     forwards = np.isin(table.route * len(workers) + table.target, table.route * len(workers) + table.source)
     good = (table.source == holder[table.route]) & ~forwards & large[table.route]
     return np.flatnonzero(good & close[table.source] & close[table.target])
@@ -210,6 +235,10 @@ class _Loads:
         last += (other[:, Column.COUNT] - 1) * other[:, Column.OFFSET_STEP]
         return self._lines(rows[straight]), np.stack([first, last + 1], axis=1)
 
+    def bytes_of(self, per_load: Mapping[int, RunTable]) -> int:
+        """Bytes of some ranks of each load."""
+        return sum(part.elements * int(self.item_bytes[load]) for load, part in per_load.items())
+
     def by_load(self, ranks: RunTable) -> dict[int, RunTable]:
         """Places on the line as ranks of each load."""
         intervals = ranks.intervals
@@ -227,7 +256,7 @@ class _Loads:
         even = (rows[:, Column.INDEX_STRIDE] == 1) & (rows[:, Column.OFFSET_STRIDE] == 1)
         copied = (rows[:, Column.CODE] >= 0) & (rows[:, Column.CODE] < len(COPY_WIDTHS))
         size = rows[:, Column.LENGTH] * self.item_bytes[rows[:, Column.BUFFER]]
-        good: npt.NDArray[np.bool_] = fit[rows[:, Column.TENSOR]] & even & copied & (size >= near.least_bytes)
+        good: npt.NDArray[np.bool_] = fit[rows[:, Column.TENSOR]] & even & copied & (size >= near.shortest_bytes)
         return good
 
     def _lines(self, rows: IdArray) -> IdArray:
@@ -245,8 +274,16 @@ class _Loads:
         return out
 
 
-def _join(held: IdArray, needed: IdArray, others: IdArray, least_bytes: int) -> tuple[IdArray, RunTable]:
-    """What stretches of both sides have in common: direct moves by target, and their places on the line.
+def _shared_tensors(near: Near, worker: str) -> npt.NDArray[np.bool_]:
+    """Which tensors of a worker others map."""
+    shared = near.shared.get(worker, ())
+    return np.array([not each.staged and each.name in shared for each in tensors_of(near.maps[worker])], dtype=bool)
+
+
+def _join(
+    held: IdArray, needed: IdArray, others: IdArray, near: Near, shared: npt.NDArray[np.bool_]
+) -> tuple[IdArray, RunTable, RunTable]:
+    """What stretches of both sides have in common: direct moves by target, their places on the line, those mapped.
 
     An id that is needed in several places is direct in all of them or in none: else it would travel twice.
     """
@@ -266,7 +303,8 @@ def _join(held: IdArray, needed: IdArray, others: IdArray, least_bytes: int) -> 
     rows[:, MoveColumn.ITEM_BYTES] = needed[of, _Line.ITEM_BYTES]
     group = _neighbours(rows)
     size = np.bincount(group, rows[:, MoveColumn.LENGTH] * rows[:, MoveColumn.ITEM_BYTES])
-    long = (size >= least_bytes)[group] if len(rows) else np.empty(0, dtype=bool)
+    least = np.where(shared[rows[:, MoveColumn.SOURCE]], near.least_mapped_bytes, near.least_bytes)
+    long = size[group] >= least if len(rows) else np.empty(0, dtype=bool)
     places = np.stack([begin, stop], axis=1)
     uncovered = RunTable.from_intervals(mine).subtract(RunTable.from_intervals(theirs))
     staged = RunTable.from_intervals(np.concatenate([others, places[~long], uncovered.intervals]))
@@ -278,7 +316,8 @@ def _join(held: IdArray, needed: IdArray, others: IdArray, least_bytes: int) -> 
     rows[:, MoveColumn.SOURCE_INDEX] += low - whole[:, 0]
     rows[:, MoveColumn.TARGET_INDEX] += low - whole[:, 0]
     rows[:, MoveColumn.LENGTH] = high - low
-    return _merged(rows), direct
+    mapped = shared[rows[:, MoveColumn.SOURCE]]
+    return _merged(rows), direct, RunTable.from_intervals(np.stack([low, high], axis=1)[mapped])
 
 
 def _neighbours(rows: IdArray) -> IdArray:

@@ -12,6 +12,7 @@
     +-- TransportError       a region, peer or write that failed; names the peer and what it said
     |   +-- PeerGoneError    the peer has closed, died or restarted since it was connected
     |   +-- UnreadableError  a peer whose memory this process is not allowed to read
+    |   +-- UnmappableError  a peer whose shared memory this process cannot map
     +-- DeadlineError        a wait that ended; names version, phase, round and rank
     +-- ReportError          a measure whose events are missing or contradict each other
 """
@@ -54,7 +55,11 @@ class PeerGoneError(TransportError):
 
 
 class UnreadableError(TransportError):
-    """The system does not let this process read a peer's memory, so nothing can go directly between the two."""
+    """The system does not let this process read a peer's memory."""
+
+
+class UnmappableError(TransportError):
+    """A peer has memory in a file that this process cannot open or map."""
 
 
 class DeadlineError(TransferError):

@@ -28,14 +28,14 @@ from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.device import Device
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
-from transfer_exec.fetching import Reads, chunks_of
+from transfer_exec.fetching import chunks_of
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
 from transfer_exec.signals import Steps, Wait, first_number
-from transfer_exec.transport.base import Descriptors, Endpoint, Transport, check_process
-from transfer_exec.transport.stretches import Stretches
+from transfer_exec.transport.base import Endpoint, Transport, check_process
+from transfer_exec.transport.stretches import Reading, Stretches
 from transfer_exec.update import Update
 
 DEPTH = 2
@@ -106,10 +106,10 @@ class Executor:
         self._tensors = live_tensors(program, memory, self._staged, [device.name for device in devices])
         memory_of_tensors = stretches_of(program, self._tensors)
         if program.lent:
-            lent = list(program.lent)
-            transport.lend(Stretches(memory_of_tensors.addresses[lent], memory_of_tensors.sizes[lent]))
+            transport.lend(memory_of_tensors.only(program.lent))
         self._before_read = before_read
-        self._reads = Reads(memory_of_tensors, {})
+        self._memory = memory_of_tensors
+        self._readings: dict[str, Reading] = {}
         self._buffers = open_buffers(program, transport, depth)
         addresses = self._buffers.addresses
         self._pack, self._assemble = (
@@ -155,7 +155,7 @@ class Executor:
         ------
         TransportError
             If a peer is missing, its endpoint is another worker's, it compiled another plan, or it is unreachable.
-        UnreadableError
+        UnreadableError, UnmappableError
             If this program reads from a peer, and the system does not allow that.
         """
         check_process(self._pid, self._program.worker)
@@ -172,7 +172,7 @@ class Executor:
                 )
             self._transport.connect(endpoint)
             self._connected.add(peer)
-        self._reads = Reads(self._reads.memory, dict(self._chunks(endpoints)))
+        self._readings = {reading.peer: reading for reading in self._prepared(endpoints)}
 
     def tell(self, progress: Callable[[int, int], None] | None) -> None:
         """Whom runs tell, in their own thread, how many rounds are over, and of how many."""
@@ -259,7 +259,7 @@ class Executor:
             self._transport,
             self._kernels.name,
             self._buffers,
-            self._reads,
+            self._readings,
             version,
             pool=pool,
             trace=trace,
@@ -277,12 +277,10 @@ class Executor:
         self._pool.shutdown()
         self._transport.close()
 
-    def _chunks(self, endpoints: Mapping[str, Endpoint]) -> Iterator[tuple[str, tuple[Descriptors, ...]]]:
+    def _prepared(self, endpoints: Mapping[str, Endpoint]) -> Iterator[Reading]:
         for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
             lent = endpoints[fetch.peer].lent
             if lent is None:
                 raise TransportError(f"{self._program.worker}: reads from {fetch.peer}, which lends nothing")
-            yield (
-                fetch.peer,
-                chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._reads.memory),
-            )
+            chunks = chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._memory)
+            yield self._transport.prepare_read(fetch.peer, self._memory, chunks)

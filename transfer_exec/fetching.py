@@ -3,7 +3,7 @@
 ::
 
     trainer    tensors are ready ............................................. everybody has read
-    rollout    | wait | read, a few chunks at a time | still lent? | say so |
+    rollout    | wait | read, in chunks on threads | still lent? | say so |
 
 A reader is done when its source has not taken its tensors back before the last byte was read; a source that gives an
 update up takes them back before it returns, so nobody mistakes what comes after for this version. Both are flags with
@@ -13,7 +13,6 @@ numbers: ``first_number`` of the version for "ready", one more for "taken back",
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,32 +24,14 @@ from layout_algebra.runs import expand_ranges
 from transfer_exec.errors import TransportError
 from transfer_exec.ledger import WRITING, Ledger
 from transfer_exec.program import Fetch, FetchColumn, Offer, Program
-from transfer_exec.signals import Wait, first_number, lent_tag
+from transfer_exec.signals import READ, Wait, first_number, lent_tag
 from transfer_exec.transport.base import Descriptors, Ticket, Transport
-from transfer_exec.transport.stretches import Stretches
+from transfer_exec.transport.stretches import Reading, Stretches
 
 _CHUNK_BYTES = 8 << 20
-"""Read at once: about a millisecond, after which a deadline or an abort is looked at."""
-_CHUNK_ROWS = 1024
-_AHEAD = 6
-"""Chunks of one peer under way, so that no reader waits to be asked."""
+"""Read at once: about a millisecond or two, after which a read that was given up ends."""
+_CHUNK_ROWS = 1 << 14
 _DRAIN_POLL_S = 50e-6
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reads:
-    """What a worker reads in every update.
-
-    Attributes
-    ----------
-    memory
-        Its tensors, those of the program in order.
-    chunks
-        By peer, descriptors from what the peer lends into ``memory``.
-    """
-
-    memory: Stretches
-    chunks: Mapping[str, tuple[Descriptors, ...]]
 
 
 def chunks_of(worker: str, peer: str, rows: IdArray, lent: Stretches, memory: Stretches) -> tuple[Descriptors, ...]:
@@ -100,8 +81,8 @@ class Fetching:
 
     Attributes
     ----------
-    program, transport, reads, version
-        Connected and bound.
+    program, transport, readings, version
+        Connected and bound; what is read, by peer.
     ledger
         Where progress is noted.
     before_read
@@ -110,7 +91,7 @@ class Fetching:
 
     program: Program
     transport: Transport
-    reads: Reads
+    readings: Mapping[str, Reading]
     version: int
     ledger: Ledger
     before_read: Callable[[], None]
@@ -130,6 +111,8 @@ class Fetching:
 
     def end(self) -> None:
         """Wait until no read writes any more, and take back what is still lent; also after a failure."""
+        for ticket in self._tickets:
+            self.transport.stop(ticket)
         while self._tickets:
             for ticket in list(self._tickets):
                 with suppress(TransportError):
@@ -174,25 +157,14 @@ class Fetching:
         self.transport.signal(fetch.peer, fetch.done, self._base + 1, self._tag(fetch))
 
     def _read(self, fetch: Fetch) -> Generator[Wait, None, None]:
-        reading = Wait(self.version, -1, fetch.stage.name, f"for a read from {fetch.peer} to complete")
-        under_way: deque[Ticket] = deque()
-        for chunk in self.reads.chunks[fetch.peer]:
-            while len(under_way) >= _AHEAD and not self._ended(under_way):
-                yield reading
-            under_way.append(self.transport.read(fetch.peer, self.reads.memory, chunk))
-            self._tickets.add(under_way[-1])
+        reading = Wait(self.version, -1, READ, f"for a read from {fetch.peer} to complete")
+        ticket = self.transport.read(self.readings[fetch.peer])
+        self._tickets.add(ticket)
+        yield reading
+        while not self.transport.finished(ticket):
             yield reading
-        while under_way:
-            if not self._ended(under_way):
-                yield reading
-
-    def _ended(self, under_way: deque[Ticket]) -> bool:
-        """Whether the oldest read has ended, which is then dropped."""
-        if not self.transport.finished(under_way[0]):
-            return False
-        self._tickets.discard(under_way.popleft())
+        self._tickets.discard(ticket)
         self.ledger.moves += 1
-        return True
 
     def _reached(self, step: Offer | Fetch, flag: int, expected: int) -> bool:
         """Whether a peer's flag is where it is expected; TransportError if it is past that, or of another plan."""

@@ -85,6 +85,7 @@ class Ledger:
             ),
             spans=None if self._spans is None else tuple(self._spans),
             direct_bytes=program.direct_bytes,
+            mapped_bytes=program.mapped_bytes,
         )
 
 

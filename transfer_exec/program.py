@@ -125,8 +125,8 @@ class Offer:
         The peer's flag that says that the tensors are ready.
     done
         The own flag by which the peer says that it has finished reading.
-    bytes
-        Of the plan's ids that go this way.
+    bytes, mapped_bytes
+        Of the plan's ids that go this way, and of those that the peer maps.
     """
 
     stage: Stage
@@ -134,6 +134,7 @@ class Offer:
     flag: int
     done: int
     bytes: int
+    mapped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,8 @@ class Fetch:
         The own flag by which the peer says that its tensors are ready.
     done
         The peer's flag that says that they were read.
-    bytes
-        Of the plan's ids that go this way.
+    bytes, mapped_bytes
+        Of the plan's ids that go this way, and of those that are mapped.
     """
 
     stage: Stage
@@ -157,6 +158,7 @@ class Fetch:
     flag: int
     done: int
     bytes: int
+    mapped_bytes: int = 0
 
 
 class FetchColumn(IntEnum):
@@ -230,6 +232,8 @@ class Program:
         Direct moves, each once an update, beside the rounds.
     lent
         Positions in ``tensors`` of what peers read, in the order in which they count it.
+    mapped
+        Of those, what is in shared memory, and peers map.
     fetch_rows
         What each fetch reads: int64, shape ``(n, 5)``, columns as in `FetchColumn`.
     """
@@ -248,6 +252,7 @@ class Program:
     offers: tuple[Offer, ...] = ()
     fetches: tuple[Fetch, ...] = ()
     lent: tuple[int, ...] = ()
+    mapped: tuple[int, ...] = ()
     fetch_rows: tuple[IdArray, ...] = ()
 
     @cached_property
@@ -304,6 +309,11 @@ class Program:
     def direct_bytes(self) -> int:
         """Payload bytes that are read from this worker or by it."""
         return sum(offer.bytes for offer in self.offers) + sum(fetch.bytes for fetch in self.fetches)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of the direct bytes, those that come out of memory that readers have mapped."""
+        return sum(offer.mapped_bytes for offer in self.offers) + sum(fetch.mapped_bytes for fetch in self.fetches)
 
     @property
     def receives(self) -> bool:

@@ -43,7 +43,7 @@ from transfer_exec.program_checks import MAX_NUMBERS, check_program
 from transfer_exec.regions import Buffer, Layout, Letter
 from transfer_exec.schedule import GroupedSchedule, Schedule
 
-_MAGIC = b"TLPROG\x00\x03"
+_MAGIC = b"TLPROG\x00\x04"
 MAX_BYTES = 1 << 31
 """Largest unpacked size that ``decode_program`` accepts."""
 
@@ -63,6 +63,7 @@ class _Direct(msgspec.Struct, array_like=True, frozen=True):
     flag: int
     done: int
     bytes: int
+    mapped_bytes: int
 
 
 class _Tensor(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +93,7 @@ class _Program(msgspec.Struct, array_like=True, frozen=True):
     offers: tuple[_Direct, ...]
     fetches: tuple[_Direct, ...]
     lent: tuple[int, ...]
+    mapped: tuple[int, ...]
     fetch_counts: tuple[int, ...]
     fetch_rows: Packed
 
@@ -121,13 +123,18 @@ def plain_program(program: Program) -> bytes:
             pack_table(np.concatenate(begins).T),
             pack_table(program.pack_templates),
             pack_table(program.assemble_templates),
-            tuple(_Direct(each.stage.value, each.peer, each.flag, each.done, each.bytes) for each in program.offers),
-            tuple(_Direct(each.stage.value, each.peer, each.flag, each.done, each.bytes) for each in program.fetches),
+            tuple(_direct(each) for each in program.offers),
+            tuple(_direct(each) for each in program.fetches),
             program.lent,
+            program.mapped,
             tuple(len(rows) for rows in program.fetch_rows),
             pack_table(np.concatenate([np.empty((0, len(FetchColumn)), dtype=np.int64), *program.fetch_rows])),
         )
     )
+
+
+def _direct(step: Offer | Fetch) -> _Direct:
+    return _Direct(step.stage.value, step.peer, step.flag, step.done, step.bytes, step.mapped_bytes)
 
 
 def _spread_rows(layout: Layout) -> tuple[IdArray, IdArray]:
@@ -240,9 +247,10 @@ def _rebuild(packed: _Program) -> Program:
         letters=tuple(Letter(*each) for each in letters) if len(counts) else (),
         pack_templates=rows_of(packed.pack, len(Column)),
         assemble_templates=rows_of(packed.assemble, len(Column)),
-        offers=tuple(Offer(Stage(each.stage), each.peer, each.flag, each.done, each.bytes) for each in packed.offers),
-        fetches=tuple(Fetch(Stage(each.stage), each.peer, each.flag, each.done, each.bytes) for each in packed.fetches),
+        offers=tuple(Offer(Stage(each.stage), *msgspec.structs.astuple(each)[1:]) for each in packed.offers),
+        fetches=tuple(Fetch(Stage(each.stage), *msgspec.structs.astuple(each)[1:]) for each in packed.fetches),
         lent=packed.lent,
+        mapped=packed.mapped,
         fetch_rows=tuple(np.split(fetched, np.cumsum(packed.fetch_counts)[:-1])) if packed.fetch_counts else (),
     )
 

@@ -104,10 +104,12 @@ def _check_direct(program: Program) -> None:
     """Every row that is read lands in its tensor; where it comes from is checked against what the peer lends."""
     flags = [each.flag for each in program.fetches] + [each.done for each in program.offers]
     theirs = [each.done for each in program.fetches] + [each.flag for each in program.offers]
-    sizes = [each.bytes for each in program.offers] + [each.bytes for each in program.fetches]
-    good = all(0 <= flag < program.flags for flag in flags) and all(number >= 0 for number in (*theirs, *sizes))
+    good = all(0 <= flag < program.flags for flag in flags) and all(number >= 0 for number in theirs)
+    good = good and all(0 <= each.mapped_bytes <= each.bytes for each in program.offers)
+    good = good and all(0 <= each.mapped_bytes <= each.bytes for each in program.fetches)
     good = good and all(0 <= position < len(program.tensors) for position in program.lent)
     good = good and len(program.fetch_rows) == len(program.fetches) and bool(program.lent) == bool(program.offers)
+    good = good and set(program.mapped) <= set(program.lent)
     if not good or len(set(program.lent)) < len(program.lent):
         raise ProgramError(f"{program.worker}: a direct move names a flag or tensor that is not there")
     room = np.array([each.bytes for each in program.tensors], dtype=np.float64)

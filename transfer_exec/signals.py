@@ -18,8 +18,8 @@ from typing import TypeAlias
 from transfer_exec.plan import Stage
 from transfer_exec.report import WorkerReport
 
-PACK, ASSEMBLE = "PACK", "ASSEMBLE"
-"""Where a worker is while its own kernels run."""
+PACK, ASSEMBLE, READ = "PACK", "ASSEMBLE", "READ"
+"""Where a worker is while its own kernels run, or while it reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,8 @@ class Wait:
     version, round
         Where it is; of several rounds under way the oldest. -1 beside the rounds.
     stage
-        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"`` or ``"ASSEMBLE"`` while its own kernels run.
+        ``"RECEIVE"``, ``"EXTERNAL"`` or ``"INTERNAL"``; ``"PACK"``, ``"ASSEMBLE"`` or ``"READ"`` while it copies
+        itself.
     what
         For whom and for what, in words.
     """
@@ -47,8 +48,8 @@ class Wait:
 
     @property
     def on_itself(self) -> bool:
-        """Whether its own kernels are running, which no peer can hold up."""
-        return self.stage in (PACK, ASSEMBLE)
+        """Whether its own threads are copying, which no peer can hold up."""
+        return self.stage in (PACK, ASSEMBLE, READ)
 
 
 Steps: TypeAlias = Generator[Wait, None, WorkerReport]

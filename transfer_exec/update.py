@@ -19,7 +19,7 @@ A worker writes round k of a version only after the peer has released round k - 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from transfer_exec.buffers import Buffers, slot_name
 from transfer_exec.errors import PeerGoneError, TransportError
-from transfer_exec.fetching import Fetching, Reads
+from transfer_exec.fetching import Fetching
 from transfer_exec.kernels.base import Job
 from transfer_exec.ledger import WRITING, Ledger
 from transfer_exec.plan import Stage
@@ -36,6 +36,7 @@ from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, 
 from transfer_exec.regions import Buffer
 from transfer_exec.signals import ASSEMBLE, PACK, Steps, Wait, first_number, message_tag
 from transfer_exec.transport.base import Ticket, Transport
+from transfer_exec.transport.stretches import Reading
 
 _Waits: TypeAlias = Generator[Wait, None, None]
 _Group: TypeAlias = list[tuple[int, Instruction]]
@@ -46,7 +47,7 @@ class Update:
 
     Parameters
     ----------
-    program, transport, buffers, reads
+    program, transport, buffers, readings
         Connected and bound.
     kernels
         Name of the backend, for the report.
@@ -66,7 +67,7 @@ class Update:
         transport: Transport,
         kernels: str,
         buffers: Buffers,
-        reads: Reads,
+        readings: Mapping[str, Reading],
         version: int,
         *,
         pool: Pool | None,
@@ -85,7 +86,7 @@ class Update:
         self._running: list[Future[None]] = []
         self._failures: list[TransportError] = []
         self._ledger = Ledger(program, version, trace=trace)
-        self._fetching = Fetching(program, transport, reads, version, self._ledger, before_read)
+        self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read)
 
     def steps(self, pack: Sequence[Job], assemble: Sequence[Job]) -> Steps:
         """All rounds, with each round's prepared packing and assembling."""

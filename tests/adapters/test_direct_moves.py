@@ -95,7 +95,7 @@ def test_where_memory_may_not_be_read_everything_goes_in_rounds_and_connect_says
         assert (
             "trainer/0: its memory cannot be read with process_vm_readv: Operation not permitted" in report.unreadable
         )
-        assert "nothing goes directly: engine/a/0: trainer/0: its memory" in str(report)
+        assert "nothing is read directly: engine/a/0: trainer/0: its memory" in str(report)
         assert {one.direct_bytes for one in report.workers} == {0}
         assert sent_directly(crew, 1) == 0
         monkeypatch.undo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,9 +29,10 @@ def serve(pipe: Connection, program: bytes, source_map: bytes, threads: int) -> 
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
     random = np.random.default_rng(len(mine.worker))
     memory = {}
-    for tensor in mine.tensors:
+    for position, tensor in enumerate(mine.tensors):
         storage = dtype_of(tensor.dtype).storage
-        memory[tensor.name] = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
+        filled = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
+        memory[tensor.name] = _shared(filled) if position in mine.mapped else filled
     executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
@@ -37,6 +40,15 @@ def serve(pipe: Connection, program: bytes, source_map: bytes, threads: int) -> 
     while (asked := pipe.recv()) is not None:
         pipe.send(fingerprint(worker_map, memory) if asked == "digest" else executor.run(asked))
     executor.close()
+
+
+def _shared(array: np.ndarray) -> np.ndarray:
+    """A copy in a memory file, which is where ``Tensor.share_memory_`` puts one."""
+    fd = os.memfd_create("benchmark")
+    os.ftruncate(fd, array.nbytes)
+    out = np.frombuffer(mmap.mmap(fd, array.nbytes), dtype=array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
 
 
 def serve_torch(pipe: Connection, rank: int, ranks: int, folder: str, shapes: Shapes) -> None:

@@ -243,19 +243,15 @@ def test_a_source_that_closed_or_came_back_is_not_read() -> None:
     memory = memory_for(maps)
     programs = programs_of(plan, maps)
     executors = connected(programs, memory)
+    reader = executors["engine/0/0"]
+    reading = reader._readings["trainer/0"]
     executors["trainer/0"].close()
     with pytest.raises(PeerGoneError, match="trainer/0: has closed"):
-        executors["engine/0/0"]._transport.read("trainer/0", *own(memory["engine/0/0"]["w"]))
+        reader._transport.read(reading)
     again = Executor(programs["trainer/0"], memory["trainer/0"], SharedMemoryTransport("trainer/0"))
     with pytest.raises(PeerGoneError, match="trainer/0: has closed"):
-        executors["engine/0/0"]._transport.read("trainer/0", *own(memory["engine/0/0"]["w"]))
+        reader._transport.read(reading)
     again.close()
-
-
-def own(array: np.ndarray) -> tuple[Stretches, np.ndarray]:
-    """Its memory, and a read of its first eight bytes."""
-    memory = Stretches(np.array([array.ctypes.data]), np.array([array.nbytes]))
-    return memory, np.array([[0, 0, 8]], dtype=np.uint64)
 
 
 @pytest.mark.parametrize("when", ["before the first read", "before the reader looks again"])
@@ -353,8 +349,8 @@ def test_another_division_of_the_plan_is_refused() -> None:
 
 
 def test_chunks_keep_every_byte_in_its_place() -> None:
-    """Long rows are cut and many short ones grouped; 3 MiB and 20 MiB and 5,000 rows of 8 bytes."""
-    sizes = [3 << 20, 20 << 20, *[8] * 5000]
+    """Long rows are cut and many short ones grouped; 3 MiB and 20 MiB and 40,000 rows of 8 bytes."""
+    sizes = [3 << 20, 20 << 20, *[8] * 40_000]
     starts = np.cumsum([0, *sizes])[:-1]
     rows = np.zeros((len(sizes), len(FetchColumn)), dtype=np.int64)
     rows[:, FetchColumn.LENT_OFFSET] = starts[::-1]
@@ -363,7 +359,7 @@ def test_chunks_keep_every_byte_in_its_place() -> None:
     whole = Stretches(np.array([4096]), np.array([2 * sum(sizes)]))
     chunks = chunks_of("e", "t", rows, whole, whole)
     for chunk in chunks:
-        assert len(chunk) <= 1024
+        assert len(chunk) <= 1 << 14
         assert int(chunk[:, 2].sum()) <= 16 << 20
     cut = np.concatenate(chunks).astype(np.int64)
     assert len(chunks) < 12

@@ -262,13 +262,17 @@ def test_shares_have_every_element_once_and_equal_bytes(shares: int) -> None:
 
 
 def test_ranges_and_words() -> None:
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
-    ranges = np.array([[0, 60, 4], [10, 0, 0], [32, 8, 16]], dtype=np.uint64)
-    copy_ranges(ranges, source.ctypes.data, target.ctypes.data)
-    expected = np.zeros(64, dtype=np.uint8)
-    expected[60:] = source[:4]
-    expected[8:24] = source[32:48]
-    assert np.array_equal(target, expected)
+    source, target = np.arange(4096, dtype=np.uint16).view(np.uint8), np.zeros((2, 8192), dtype=np.uint8)
+    ranges = np.array([[0, 60, 4], [10, 0, 0], [32, 8, 16], [101, 64, 999], [3000, 1071, 5001]], dtype=np.int64)
+    for streams in (False, True):
+        rows = ranges + np.array([source.ctypes.data, target[int(streams)].ctypes.data, 0])
+        copy_ranges(rows, streams)
+        copy_ranges(rows[:0], streams)
+    expected = np.zeros(8192, dtype=np.uint8)
+    for begin, to, size in ranges.tolist():
+        expected[to : to + size] = source[begin : begin + size]
+    assert np.array_equal(target[0], expected)
+    assert np.array_equal(target[1], expected)
     word = np.zeros(1, dtype=np.uint64)
     publish_word(word.ctypes.data, (1 << 63) - 1)
     assert read_word(word.ctypes.data) == (1 << 63) - 1 == int(word[0])

@@ -14,6 +14,7 @@ from transfer_exec.transport.base import Endpoint, Ticket, Transport
 from transfer_exec.transport.device_memory import DeviceMemoryTransport
 from transfer_exec.transport.loopback import LENT, LoopbackNetwork, LoopbackPolicy
 from transfer_exec.transport.process_memory import read_process
+from transfer_exec.transport.shared_files import FilePlace
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 from transfer_exec.transport.stretches import Lent, Stretches
 
@@ -44,6 +45,11 @@ def pair(make: Maker, lent: list[np.ndarray]) -> tuple[Transport, Transport]:
     return reader, lender
 
 
+def read(transport: Transport, peer: str, memory: Stretches, *batches: np.ndarray) -> Ticket:
+    """Prepare and read."""
+    return transport.read(transport.prepare_read(peer, memory, batches))
+
+
 def wait_for(transport: Transport, ticket: Ticket) -> None:
     while not transport.finished(ticket):
         pass
@@ -56,8 +62,8 @@ def test_reads_land_where_the_descriptors_say_and_nowhere_else(make: Maker) -> N
     whole = np.full(300, 0xEE, dtype=np.uint8)
     own = [whole[10:60], whole[100:200]]
     reader, lender = pair(make, lent)
-    ticket = reader.read(
-        "lender", stretches(*own), rows((0, 0, 10), (10, 10, 20), (100, 50, 100), (99, 49, 1), (7, 40, 0))
+    ticket = read(
+        reader, "lender", stretches(*own), rows((0, 0, 10), (10, 10, 20), (100, 50, 100), (99, 49, 1), (7, 40, 0))
     )
     wait_for(reader, ticket)
     expected = np.full(300, 0xEE, dtype=np.uint8)
@@ -88,7 +94,7 @@ def test_a_read_that_leaves_a_stretch_on_either_side_is_refused_before_a_byte(
     own = [np.zeros(50, dtype=np.uint8), np.zeros(100, dtype=np.uint8)]
     reader, _ = pair(make, lent)
     with pytest.raises(TransportError, match=match):
-        reader.read("lender", stretches(*own), rows((0, 0, 8), row))
+        read(reader, "lender", stretches(*own), rows((0, 0, 8), row))
     assert not own[0].any()
     assert not own[1].any()
 
@@ -97,27 +103,27 @@ def test_what_is_unknown_is_refused(make: Maker) -> None:
     own = stretches(np.zeros(8, dtype=np.uint8))
     reader, lender = pair(make, [np.ones(8, dtype=np.uint8)])
     with pytest.raises(TransportError, match="not connected to other"):
-        reader.read("other", own, rows((0, 0, 8)))
+        read(reader, "other", own, rows((0, 0, 8)))
     lender.connect(reader.endpoint("plan"))
     with pytest.raises(TransportError, match="reader: lends no memory"):
-        lender.read("reader", own, rows((0, 0, 8)))
+        read(lender, "reader", own, rows((0, 0, 8)))
     with pytest.raises(TransportError, match="lender: memory is lent already"):
         lender.lend(own)
     reader.close()
     with pytest.raises(TransportError, match="transport is closed"):
-        reader.read("lender", own, rows((0, 0, 8)))
+        read(reader, "lender", own, rows((0, 0, 8)))
 
 
 def test_a_lender_that_closes_is_noticed_before_a_read_and_after_one(make: Maker) -> None:
     """What has been read of a lender that is gone by now may have been somebody else's memory."""
     lent, own = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     reader, lender = pair(make, [lent])
-    ticket = reader.read("lender", stretches(own), rows((0, 0, 8)))
+    ticket = read(reader, "lender", stretches(own), rows((0, 0, 8)))
     lender.close()
     with pytest.raises(PeerGoneError, match=r"lender: (has closed|is not on this loopback network)"):
         wait_for(reader, ticket)
     with pytest.raises(PeerGoneError, match="lender: "):
-        reader.read("lender", stretches(own), rows((0, 0, 8)))
+        read(reader, "lender", stretches(own), rows((0, 0, 8)))
 
 
 def test_a_forked_child_reads_nothing(make: Maker) -> None:
@@ -125,20 +131,20 @@ def test_a_forked_child_reads_nothing(make: Maker) -> None:
     child = os.fork()
     if not child:
         try:
-            reader.read("lender", stretches(np.zeros(8, dtype=np.uint8)), rows((0, 0, 8)))
+            read(reader, "lender", stretches(np.zeros(8, dtype=np.uint8)), rows((0, 0, 8)))
         except TransportError as error:
             os._exit(int("forked child" in str(error)))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_neighbours_are_one_range_and_the_queue_is_bounded() -> None:
+def test_neighbours_are_one_range() -> None:
     network = LoopbackNetwork(LoopbackPolicy(seed=2, max_delay=9, reorder=True))
     lent, own = np.arange(200, dtype=np.uint8), np.zeros(200, dtype=np.uint8)
     reader, _ = pair(network.transport, [lent])
     joined = rows(*((at, at, 1) for at in range(50)))
     apart = rows(*((at, at, 1) for at in range(51, 200, 2)))
-    for ticket in [reader.read("lender", stretches(own), joined), reader.read("lender", stretches(own), apart)]:
+    for ticket in [read(reader, "lender", stretches(own), joined), read(reader, "lender", stretches(own), apart)]:
         wait_for(reader, ticket)
     (one, other) = network.records
     assert (one.region, one.pieces, one.bytes) == (LENT, ((0, 50),), 50)
@@ -160,7 +166,7 @@ def test_memory_that_vanished_is_an_error_and_no_crash() -> None:
     lender.lend(Stretches(np.array([good.ctypes.data, 4096]), np.array([4096, 4096])))
     lender.open_flags(0)
     reader.connect(lender.endpoint("plan"))
-    ticket = reader.read("lender", stretches(own), rows((4096, 0, 4096)))
+    ticket = read(reader, "lender", stretches(own), rows((4096, 0, 4096)))
     with pytest.raises(TransportError, match="1 ranges cannot be read: Bad address"):
         wait_for(reader, ticket)
     here = np.array([[own.ctypes.data, good.ctypes.data, 4096], [own.ctypes.data + 4096, 4096, 4096]])
@@ -170,7 +176,15 @@ def test_memory_that_vanished_is_an_error_and_no_crash() -> None:
 
 @pytest.mark.parametrize(
     "lent",
-    [Lent("", (1, 2), (3,)), Lent("", (1,), (-1,)), Lent("", (1 << 62,), (1,)), Lent("", (1, 1), (1 << 61, 1 << 61))],
+    [
+        Lent("", (1, 2), (3,), (None,)),
+        Lent("", (1,), (-1,), (None,)),
+        Lent("", (1 << 62,), (1,), (None,)),
+        Lent("", (1, 1), (1 << 61, 1 << 61), (None, None)),
+        Lent("", (1,), (1,), ()),
+        Lent("", (1,), (1,), (FilePlace(1, 1, -1, "/a"),)),
+        Lent("", (1,), (1,), (FilePlace(1, 1, 1 << 62, "/a"),)),
+    ],
 )
 def test_endpoints_whose_lent_memory_cannot_be_are_refused(lent: Lent) -> None:
     with pytest.raises(TransportError, match="are no lent memory"):
@@ -183,7 +197,14 @@ def test_lent_memory_of_a_strange_process_is_refused() -> None:
     good = lender.endpoint("plan")
     for where in ("process/", "process/-1", "1234", "process/12/34"):
         lie = Endpoint(
-            "lender", "shared_memory", good.incarnation, "plan", 0, good.flags_address, (), Lent(where, (1,), (1,))
+            "lender",
+            "shared_memory",
+            good.incarnation,
+            "plan",
+            0,
+            good.flags_address,
+            (),
+            Lent(where, (1,), (1,), (None,)),
         )
         with pytest.raises(TransportError, match="is no process of a shared memory endpoint"):
             reader.connect(lie)

@@ -22,10 +22,10 @@ from transfer_exec.conversions import COPY_WIDTHS, PAIRS, SOURCE_BYTES
 from transfer_exec.kernels._crossed import SCRATCH_BYTES, copy_crossed
 from transfer_exec.kernels._floats import BRAIN, DOUBLE, HALF, SINGLE
 from transfer_exec.kernels._memory import copy_bytes, observe, publish
-from transfer_exec.kernels._pieces import copy_grids, copy_list
+from transfer_exec.kernels._pieces import copy_grids, copy_list, copy_piece, expect
 from transfer_exec.kernels._shares import split_evenly, uniform_rows
 from transfer_exec.kernels._strided import copy_strided
-from transfer_exec.kernels._vectors import Unit
+from transfer_exec.kernels._vectors import Unit, fence
 from transfer_exec.kernels.base import RowColumn
 
 _STREAMED_BYTES = 8 << 20
@@ -33,6 +33,7 @@ _STREAMED_BYTES = 8 << 20
 _SHARE_BYTES = 1 << 20
 _SHARES_PER_THREAD = 4
 _LINE = 64
+_AHEAD_ROWS = 2
 _SMALLEST_CROSSED_BYTES = 32
 _UNITS = {"BF16": BRAIN, "F16": HALF, "F32": SINGLE, "F64": DOUBLE}
 
@@ -192,11 +193,26 @@ def _units(code: int) -> tuple[Unit, Unit]:
 
 
 @kernel
-def copy_ranges(descriptors: npt.NDArray[np.uint64], source: int, target: int) -> None:
-    """Copy byte ranges ``(source offset, target offset, bytes)`` from one address to another."""
-    rows = descriptors.view(np.int64)
+def copy_ranges(rows: IdArray, streams: bool) -> None:
+    """Copy ranges of bytes, which do not overlap.
+
+    Parameters
+    ----------
+    rows
+        Source address, target address, bytes; int64, shape ``(n, 3)``, contiguous.
+    streams
+        Whether targets leave the cache.
+    """
+    last = rows.shape[0] - 1
     for row in range(rows.shape[0]):
-        copy_bytes(target + rows[row, 1], source + rows[row, 0], rows[row, 2])
+        if streams:
+            soon = min(row + _AHEAD_ROWS, last)
+            expect(rows[soon, 1], rows[soon, 0], rows[soon, 2], streams)
+            copy_piece(rows[row, 1], rows[row, 0], rows[row, 2], streams)
+        else:
+            copy_bytes(rows[row, 1], rows[row, 0], rows[row, 2])
+    if streams:
+        fence()
 
 
 @kernel

@@ -15,7 +15,8 @@ is `transfer_exec.executor`, so every wait has a deadline and a name.
     mine   : transport.flag(0) == Flag(1, 7)
 
 Inside a host a worker may also *lend* memory that is not its transport's, such as parameters, and a peer reads it into
-memory of its own. Reading needs nothing of the worker that lends, and never writes anybody else's memory.
+memory of its own: ``ticket = peer.read(peer.prepare_read(worker, memory, [descriptors]))``. Reading needs nothing of
+the worker that lends, and never writes anybody else's memory.
 
 What every transport must do beside moving bytes is in one place, `transfer_exec.transport.checked`.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from typing import NamedTuple, NewType, Protocol
 
 import msgspec
@@ -31,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.stretches import Lent, Stretches
+from transfer_exec.transport.stretches import Lent, Reading, Stretches
 
 Memory = npt.NDArray[np.uint8]
 """A region: a one-dimensional, contiguous, writable array of bytes."""
@@ -220,8 +222,8 @@ class Transport(Protocol):
         ------
         TransportError
             If the peer speaks another transport, is gone, or is no longer the incarnation that its endpoint names.
-        UnreadableError
-            If it lends memory that this process is not allowed to read.
+        UnreadableError, UnmappableError
+            If it lends memory that this process is not allowed to read, or memory in a file that it cannot map.
         """
         ...
 
@@ -237,17 +239,35 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, peer: str, memory: Stretches, descriptors: Descriptors) -> Ticket:
-        """Post copies from what a peer lends, the descriptors' source, into own memory.
+    def prepare_read(self, peer: str, memory: Stretches, batches: Sequence[Descriptors]) -> Reading:
+        """Check and locate what will be read, any number of times, from what a peer lends into own memory.
 
-        Neither may change or go away until the ticket is finished.
+        Parameters
+        ----------
+        peer, memory
+            Source and target of the descriptors.
+        batches
+            Descriptors; between two batches a read can be stopped.
 
         Raises
         ------
         TransportError
-            If a descriptor leaves a stretch on either side, or the peer is unknown or lends nothing; nothing was
-            copied.
+            If a descriptor leaves a stretch on either side, or the peer is unknown or lends nothing.
         """
+        ...
+
+    def read(self, reading: Reading) -> Ticket:
+        """Post copies from what a peer lends into own memory; neither may go away until the ticket is finished.
+
+        Raises
+        ------
+        TransportError
+            If the peer is unknown or was connected again since; nothing was copied.
+        """
+        ...
+
+    def stop(self, ticket: Ticket) -> None:
+        """Begin no more batches of a read; those that have begun end, and then so has the ticket."""
         ...
 
     def finished(self, ticket: Ticket) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -46,7 +47,7 @@ from transfer_exec.transport.base import (
 )
 from transfer_exec.transport.queues import Bases, Peer, Transfer
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
-from transfer_exec.transport.stretches import Lent, Stretches
+from transfer_exec.transport.stretches import Lent, Reading, Stretches
 
 _Posted = TypeVar("_Posted")
 
@@ -152,9 +153,16 @@ class CheckedTransport(ABC, Generic[_Posted]):
         """Whose address space lent memory is in, as endpoints spell it."""
         raise TransportError(f"{self.name} cannot lend memory")
 
-    def _fetch(self, peer: Endpoint, rows: IdArray) -> _Posted | None:
-        """Copy rows of absolute ``(own target, peer's source, bytes)``; None if that is done on return."""
+    def _reach_lent(self, peer: Endpoint, lent: Stretches) -> Stretches:
+        """What a peer that was reached lends, with own addresses, and ``MAPPED``, of what this process has mapped."""
+        return lent
+
+    def _fetch(self, peer: Endpoint, batches: Sequence[IdArray]) -> _Posted:
+        """Copy rows as a `Reading` has them."""
         raise TransportError(f"{self.name} cannot read memory")
+
+    def _stop(self, posted: _Posted) -> None:
+        """Begin no more batches of what was fetched."""
 
     @abstractmethod
     def _ended(self, posted: _Posted) -> bool:
@@ -214,7 +222,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._check()
         if self._lent is not None:
             raise TransportError(f"{self.worker}: memory is lent already")
-        lent = Lent(self._lend(memory), tuple(memory.addresses.tolist()), tuple(memory.sizes.tolist()))
+        lent = memory.lent(self._lend(memory))
         self._lent = Stretches.of(lent), lent
 
     def open_flags(self, channels: int) -> None:
@@ -243,7 +251,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
         self._check()
         check_peer(self.worker, self.name, peer)
         lent = None if peer.lent is None else Stretches.of(peer.lent)
-        self._peers[peer.worker] = Peer(peer, self._reach(peer), lent)
+        bases = self._reach(peer)
+        self._peers[peer.worker] = Peer(peer, bases, None if lent is None else self._reach_lent(peer, lent))
 
     def write(self, source: RegionHandle, peer: str, region: str, descriptors: Descriptors) -> Ticket:
         """See `Transport.write`."""
@@ -265,17 +274,32 @@ class CheckedTransport(ABC, Generic[_Posted]):
         rows[:, 1] = np.array([*known.bases[region], 0], dtype=np.int64)[pieces] + offsets
         return self._take(Transfer(known, region, rows))
 
-    def read(self, peer: str, memory: Stretches, descriptors: Descriptors) -> Ticket:
-        """See `Transport.read`."""
+    def prepare_read(self, peer: str, memory: Stretches, batches: Sequence[Descriptors]) -> Reading:
+        """See `Transport.prepare_read`."""
         known = self._known(peer)
         if known.lent is None:
             raise TransportError(f"{peer}: lends no memory")
-        rows = np.minimum(descriptors, np.uint64(_MOST)).astype(np.int64)  # beyond is in no stretch either
-        theirs, mine, lengths = rows.T
+        rows = np.concatenate([np.empty((0, 3), dtype=np.uint64), *batches])
+        theirs, mine, lengths = np.minimum(rows, np.uint64(_MOST)).astype(np.int64).T  # beyond is in no stretch either
         source = known.lent.locate(theirs, lengths, f"lent by {peer}")
         target = memory.locate(mine, lengths, f"of {self.worker}")
-        rows = merge_neighbours(np.stack([target, source, lengths], axis=1).astype(np.uint64)).astype(np.int64)
-        return self._take(Transfer(known, "", rows, reads=True))
+        located = np.stack([target, source, lengths], axis=1).astype(np.uint64)
+        edges = np.cumsum([len(batch) for batch in batches])[:-1]
+        parts = (merge_neighbours(part).astype(np.int64) for part in np.split(located, edges)) if batches else ()
+        return Reading(peer, tuple(parts), known.lent)
+
+    def read(self, reading: Reading) -> Ticket:
+        """See `Transport.read`."""
+        known = self._known(reading.peer)
+        if known.lent is not reading.lent:
+            raise TransportError(f"{reading.peer}: was connected again since what is read of it was prepared")
+        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches)))
+
+    def stop(self, ticket: Ticket) -> None:
+        """See `Transport.stop`."""
+        transfer = self._writes.get(ticket)
+        if transfer is not None and transfer.reading is not None:
+            self._stop(transfer.reading)
 
     def finished(self, ticket: Ticket) -> bool:
         """See `Transport.finished`."""
@@ -292,7 +316,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
             return False
         if write.failures:
             raise TransportError("; ".join(write.failures))
-        if write.reads:
+        if write.reading is not None:
             self._known(write.peer.endpoint.worker)
         del self._writes[ticket]
         return True
@@ -336,6 +360,9 @@ class CheckedTransport(ABC, Generic[_Posted]):
     def _take(self, write: Transfer[_Posted]) -> Ticket:
         self._posted += 1
         self._writes[self._posted] = write
+        if write.reading is not None:
+            write.under_way.append((write.reading, 0))
+            return Ticket(self._posted)
         write.peer.queue.append(write)
         self._post_more(write.peer)
         return Ticket(self._posted)
@@ -351,7 +378,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
                 batch = write.rows[write.position : write.position + room]
                 write.position += len(batch)
                 try:
-                    posted = self._move(peer, write, batch)
+                    posted = self._post(peer.endpoint, write.region, batch)
                 except TransportError as error:
                     write.failures.append(str(error))
                     break
@@ -359,11 +386,6 @@ class CheckedTransport(ABC, Generic[_Posted]):
                     write.under_way.append((posted, len(batch)))
                     peer.in_flight += len(batch)
             peer.queue.popleft()
-
-    def _move(self, peer: Peer[_Posted], write: Transfer[_Posted], batch: IdArray) -> _Posted | None:
-        if write.reads:
-            return self._fetch(peer.endpoint, batch)
-        return self._post(peer.endpoint, write.region, batch)
 
     def _collect(self, write: Transfer[_Posted]) -> None:
         left = []

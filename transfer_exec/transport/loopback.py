@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -327,11 +328,11 @@ class LoopbackTransport(CheckedTransport[int]):
     def _lend(self, memory: Stretches) -> str:
         return ""
 
-    def _fetch(self, peer: Endpoint, rows: IdArray) -> int:
+    def _fetch(self, peer: Endpoint, batches: Sequence[IdArray]) -> int:
         member = self.network.member(peer.worker)
         assert member is not None
         pieces, ends = [], []
-        for target, source, size in rows.tolist():
+        for target, source, size in (row for rows in batches for row in rows.tolist()):
             there, offset = member.lent_window(source, size)
             ends.append((there, _bytes_at(target, size)))
             pieces.append((offset, size))

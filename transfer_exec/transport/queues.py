@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from layout_algebra.dtypes import IdArray
 from transfer_exec.transport.base import Endpoint
 from transfer_exec.transport.stretches import Stretches
@@ -30,12 +32,15 @@ class Peer(Generic[_Posted]):
 
 @dataclass(slots=True, eq=False)
 class Transfer(Generic[_Posted]):
-    """One ticket, of a read or a write: rows before ``position`` were posted, those of ``under_way`` have not ended."""
+    """One ticket, of a write or a read: rows before ``position`` were posted, those of ``under_way`` have not ended.
+
+    A read is ``reading`` from the beginning, and has no rows here.
+    """
 
     peer: Peer[_Posted]
     region: str
-    rows: IdArray
-    reads: bool = False
+    rows: IdArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
+    reading: _Posted | None = None
     position: int = 0
     under_way: list[tuple[_Posted, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

@@ -8,7 +8,9 @@ whoever sees the number sees the bytes on any processor. Numbers only grow, so n
 
 Memory that is not ours, such as a parameter, is written with ``process_vm_writev`` and read with ``process_vm_readv``
 where the kernel allows it (`transfer_exec.transport.process_memory`); where it does not, registering or connecting is
-refused by name. Reads run on threads of their own, beside whoever polls.
+refused by name. What is lent as a place in a file (`transfer_exec.transport.shared_files`) is mapped when the peer is
+connected, read-only, and copied from there, which takes no system call. Both run on threads of their own, beside
+whoever polls.
 
 Files are sealed against shrinking, so a peer cannot make a mapping fault. All pages are faulted in when allocated
 and when mapped: first touch is ten times slower than a copy. A peer that closed, was restarted or died is noticed
@@ -22,31 +24,33 @@ import mmap
 import os
 import select
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.device import Device
-from transfer_exec.errors import TransportError, UnreadableError
+from transfer_exec.errors import TransportError, UnmappableError, UnreadableError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
 from transfer_exec.transport.queues import Bases
-from transfer_exec.transport.stretches import Stretches
+from transfer_exec.transport.shared_files import map_places
+from transfer_exec.transport.stretches import MAPPED, Stretches
 
 _HEADER_BYTES = 64
 _FLAG_BYTES = 16
 _FOREIGN = "process"
-_IN_FLIGHT = 1 << 14
 _READERS = 4
 """Most threads that read; one keeps a quarter of a large socket's memory busy."""
 
 
-class SharedMemoryTransport(CheckedTransport[Future[None]]):
+class SharedMemoryTransport(CheckedTransport["_Copying"]):
     """One worker's end of the shared memory transport.
 
     Parameters
@@ -69,15 +73,20 @@ class SharedMemoryTransport(CheckedTransport[Future[None]]):
         self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
         self._reached: dict[str, _Reached] = {}
+        self._lent_files: dict[str, tuple[npt.NDArray[np.uint8], ...]] = {}
         # Peers read at the same time, and copiers must not take each other's cores.
-        readers = max(1, min(_READERS, len(os.sched_getaffinity(0)) // 4))
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="transload-reads")
+        self._threads = max(1, min(_READERS, len(os.sched_getaffinity(0)) // 4))
+        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="transload-reads")
         self.foreign_refused = why_not()
         """Why memory that was not allocated here cannot be registered; empty where it can."""
 
     def close(self) -> None:
-        """See `Transport.close`; reads that have begun end first, and until then say so to whoever asks."""
+        """See `Transport.close`; what reads have begun ends first, and until then says so to whoever asks."""
+        for transfer in list(self._writes.values()):
+            if transfer.reading is not None:
+                transfer.reading.stop()
         self._readers.shutdown()
+        self._lent_files.clear()  # nobody looks at them any more
         super().close()
 
     def _allocate(self, size_bytes: int) -> Memory:
@@ -131,8 +140,6 @@ class SharedMemoryTransport(CheckedTransport[Future[None]]):
                 bases[region.name] = tuple(
                     _open(peer.worker, address, region.size_bytes, files).ctypes.data for address in region.addresses
                 )
-        if peer.lent is not None:
-            _check_readable(peer.worker, peer.lent.where, peer.lent.addresses)
         process = _descriptor(peer.worker, int(peer.flags_address.partition("/")[0]))
         reached = _Reached(flags, tuple(files.values()), foreign, process)
         if process is not None:
@@ -150,24 +157,47 @@ class SharedMemoryTransport(CheckedTransport[Future[None]]):
     def _post(self, peer: Endpoint, region: str, rows: IdArray) -> None:
         pid = self._reached[peer.worker].foreign.get(region)
         if pid is None:
-            copy_ranges(np.ascontiguousarray(rows).view(np.uint64), 0, 0)
+            copy_ranges(np.ascontiguousarray(rows), False)
         else:
             write_process(pid, rows)
 
     def _lend(self, memory: Stretches) -> str:
         return f"{_FOREIGN}/{self._regions.pid}"
 
-    def _fetch(self, peer: Endpoint, rows: IdArray) -> Future[None]:
+    def _reach_lent(self, peer: Endpoint, lent: Stretches) -> Stretches:
         assert peer.lent is not None
+        numbers = sorted(lent.files)
+        addresses = lent.addresses.copy()
         try:
-            return self._readers.submit(read_process, int(peer.lent.where.rpartition("/")[2]), rows)
+            found = map_places([lent.files[n] for n in numbers], lent.sizes[numbers].tolist())
+        except (OSError, ValueError) as error:
+            raise UnmappableError(f"{peer.worker}: its shared memory cannot be mapped: {error}") from error
+        addresses[numbers] = [each.ctypes.data + MAPPED for each in found]
+        self._lent_files[peer.worker] = tuple(found)
+        copy_ranges(np.empty((0, 3), dtype=np.int64), True)  # compiles it
+        _check_readable(peer.worker, peer.lent.where, lent.addresses[(addresses < MAPPED) & (lent.sizes > 0)])
+        return Stretches(addresses, lent.sizes)
+
+    def _fetch(self, peer: Endpoint, batches: Sequence[IdArray]) -> _Copying:
+        assert peer.lent is not None
+        pid = int(peer.lent.where.rpartition("/")[2])
+        copying = _Copying(pid, deque(batches), self._lent_files[peer.worker])
+        try:
+            copying.running = [self._readers.submit(copying.run) for _ in range(min(self._threads, len(batches)))]
         except RuntimeError as error:
             raise TransportError(f"{self.worker}: transport is closed") from error
+        return copying
 
-    def _ended(self, posted: Future[None]) -> bool:
-        ended = posted.done()
+    def _stop(self, posted: _Copying) -> None:
+        posted.stop()
+
+    def _ended(self, posted: _Copying) -> bool:
+        ended = all(each.done() for each in posted.running)
         if ended:
-            posted.result()
+            for each in posted.running:
+                each.result()
+            if posted.stopped:
+                raise TransportError(f"{self.worker}: a read was stopped")
         return ended
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
@@ -241,12 +271,51 @@ def _foreign(worker: str, address: str) -> tuple[int, tuple[int, ...]]:
     return pid, (base,)
 
 
-def _check_readable(worker: str, where: str, addresses: tuple[int, ...]) -> None:
+@dataclass(slots=True, eq=False)
+class _Copying:
+    """A read under way: batches that no thread has begun, and mappings, which live as long as they are looked at."""
+
+    pid: int
+    left: deque[IdArray]
+    mappings: tuple[npt.NDArray[np.uint8], ...]
+    running: list[Future[None]] = field(default_factory=list)
+    stopped: bool = False
+
+    def run(self) -> None:
+        """Copy batches until none is left; after an error no other thread begins one."""
+        while (rows := self._next()) is not None:
+            try:
+                self._copy(rows)
+            except TransportError:
+                self.left.clear()
+                raise
+
+    def stop(self) -> None:
+        """Begin no more batches."""
+        self.stopped = True
+        self.left.clear()
+
+    def _next(self) -> IdArray | None:
+        try:
+            return self.left.popleft()
+        except IndexError:
+            return None
+
+    def _copy(self, rows: IdArray) -> None:
+        mapped = rows[:, 1] >= MAPPED
+        if mapped.any():
+            target, source, size = rows[mapped].T
+            copy_ranges(np.stack([source - MAPPED, target, size], axis=1), True)
+        if not mapped.all():
+            read_process(self.pid, rows[~mapped])
+
+
+def _check_readable(worker: str, where: str, addresses: IdArray) -> None:
     """Read a byte of what a peer lends; UnreadableError if that is not allowed."""
     kind, _, process = where.partition("/")
     if kind != _FOREIGN or not process.isdigit():
         raise TransportError(f"{worker}: {where!r} is no process of a shared memory endpoint")
-    refused = why_not_process(int(process), addresses[0]) if addresses else ""
+    refused = why_not_process(int(process), int(addresses[0])) if len(addresses) else ""
     if refused:
         raise UnreadableError(f"{worker}: its memory cannot be read with process_vm_readv: {refused}")
 

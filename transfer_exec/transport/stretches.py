@@ -15,13 +15,18 @@ transfer_exec.errors.TransportError: row 0 of 1 covers bytes 90:110 lent by a, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
+from transfer_exec.transport.shared_files import FilePlace
+
+MAPPED = 1 << 62
+"""Added to addresses of a peer's memory that this process has mapped, and which so are its own; no address has it."""
 
 
 class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,11 +38,33 @@ class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Whose address space it is in, as the transport spells it.
     addresses, sizes
         Of every stretch.
+    files
+        Where in a file each lies, if peers are to map it; None if they are to read it.
     """
 
     where: str
     addresses: tuple[int, ...]
     sizes: tuple[int, ...]
+    files: tuple[FilePlace | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What is read of a peer in every update, checked and located once.
+
+    Attributes
+    ----------
+    peer
+        Who lends it.
+    batches
+        Rows of ``(own target, source as it was reached, bytes)``, absolute; int64, each shape ``(n, 3)``.
+    lent
+        What the peer lent when this was prepared.
+    """
+
+    peer: str
+    batches: tuple[IdArray, ...]
+    lent: Stretches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,20 +75,36 @@ class Stretches:
     ----------
     addresses, sizes
         Of every stretch, in bytes; int64.
+    files
+        By position, where stretches lie in a file.
     """
 
     addresses: IdArray
     sizes: IdArray
+    files: Mapping[int, FilePlace] = field(default_factory=dict)
 
     @staticmethod
     def of(lent: Lent) -> Stretches:
         """Of a peer's endpoint; TransportError if they cannot be."""
         addresses, sizes = lent.addresses, lent.sizes
-        good = len(addresses) == len(sizes) and all(size >= 0 for size in sizes)
+        files = {number: place for number, place in enumerate(lent.files) if place is not None}
+        good = len(addresses) == len(sizes) == len(lent.files) and all(size >= 0 for size in sizes)
         # Sums of sizes and of addresses and sizes must stay inside int64.
-        if not good or any(not 0 <= at < 1 << 62 for at in addresses) or sum(sizes) >= 1 << 62:
+        begins = [*addresses, *(place.offset for place in files.values())]
+        if not good or any(not 0 <= at < MAPPED for at in begins) or sum(sizes) >= 1 << 62:
             raise TransportError(f"{len(addresses)} addresses and {len(sizes)} sizes are no lent memory")
-        return Stretches(np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64))
+        return Stretches(np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64), files)
+
+    def lent(self, where: str) -> Lent:
+        """What a peer must know of them; ``where`` as in `Lent`."""
+        addresses, sizes = self.addresses.tolist(), self.sizes.tolist()
+        return Lent(where, tuple(addresses), tuple(sizes), tuple(self.files.get(n) for n in range(len(sizes))))
+
+    def only(self, numbers: Sequence[int]) -> Stretches:
+        """Some of them, in that order."""
+        kept = list(numbers)
+        files = {at: self.files[number] for at, number in enumerate(kept) if number in self.files}
+        return Stretches(self.addresses[kept], self.sizes[kept], files)
 
     @property
     def starts(self) -> IdArray:
