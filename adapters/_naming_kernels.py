@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
@@ -100,3 +101,59 @@ def outside_holds(live: Bits, runs: IdArray) -> bool:
             if np.int64(live[index]) != runs[row, 2]:
                 return False
     return True
+
+
+@kernel
+def distinct(numbers: IdArray) -> IdArray:
+    """Ascending, each once."""
+    out = np.sort(numbers)
+    count = 0
+    for number in out:
+        if count == 0 or number != out[count - 1]:
+            out[count] = number
+            count += 1
+    return out[:count]
+
+
+@kernel
+def elements_behind(places: IdArray, width: int) -> IdArray:
+    """The elements of a matrix that second differences at some places are sums over; ascending, each once."""
+    out = np.empty(9 * len(places), dtype=np.int64)
+    count = 0
+    for place in places:
+        for row in range(min(place // width, 2) + 1):
+            for column in range(min(place % width, 2) + 1):
+                out[count] = place - row * width - column
+                count += 1
+    return distinct(out[:count])
+
+
+@kernel
+def outside_of(elements: IdArray, runs: IdArray) -> npt.NDArray[np.bool_]:
+    """Which elements lie in some of the runs (start, stop, ...); both ascending."""
+    out = np.zeros(len(elements), dtype=np.bool_)
+    run = 0
+    for number in range(len(elements)):
+        while run < len(runs) and runs[run, 1] <= elements[number]:
+            run += 1
+        out[number] = run < len(runs) and runs[run, 0] <= elements[number]
+    return out
+
+
+@kernel
+def differences_at(places: IdArray, width: int, elements: IdArray, numbers: IdArray, period: int) -> IdArray:
+    """Second differences modulo a period, along both axes, of the numbers that some elements hold.
+
+    The one at a place is a sum over the 3 x 3 elements that end there, ``elements_behind`` of the places; what lies
+    before the matrix counts as 0.
+    """
+    out = np.zeros(len(places), dtype=np.int64)
+    for k in range(len(places)):
+        total = np.int64(0)
+        for row in range(min(places[k] // width, 2) + 1):
+            at = np.searchsorted(elements, places[k] - row * width)
+            for column in range(min(places[k] % width, 2) + 1):  # those to the left stand before it in the list
+                weight = (-2 if row == 1 else 1) * (-2 if column == 1 else 1)
+                total += weight * numbers[at - column]
+        out[k] = total % period
+    return out

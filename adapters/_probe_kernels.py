@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
+from layout_algebra._prefetch import AHEAD_BYTES, PAGE_BYTES, prefetch
 from layout_algebra.dtypes import IdArray
 from transfer_exec.kernels._pieces import copy_piece
 from transfer_exec.kernels._vectors import fence
@@ -172,7 +173,8 @@ def _inner_agrees(
         if source_step == 1 and target_step == 1:
             done = 0
             while done < run:
-                part = min(period - at, run - done, _BLOCK)
+                part = min(period - at, run - done, PAGE_BYTES // live.itemsize)
+                prefetch(live.ctypes.data + (target + done) * live.itemsize + AHEAD_BYTES)
                 if _differ(live[target + done : target + done + part], table[at : at + part]):
                     return False
                 done += part

@@ -21,7 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adapters._naming_kernels import name_elements, outside_holds
+from adapters._naming_kernels import (
+    differences_at,
+    distinct,
+    elements_behind,
+    name_elements,
+    outside_holds,
+    outside_of,
+)
 from adapters.probe_checking import check_steady, finish, verify_watched
 from adapters.probe_codes import AllClaims, CodePasses, feeding
 from adapters.probe_feed import Pattern
@@ -123,27 +130,36 @@ def _is_plain(one: LiveTensor, diffs: Sequence[Diff2]) -> bool:
 
 def _name_and_compare(worker: ProbedWorker, codes: CodePasses, pattern: Pattern) -> AllClaims | None:
     """After a load of A: claims of every tensor, compared with it; None if some tensor cannot be named."""
-    known: dict[Reading, tuple[Prediction, list[Lookup]]] = {}
     claims = dict(codes.steady)
     pending: list[Callable[[], None]] = []
     try:
-        # The largest first: they are compared on the executor's threads while others are named here.
-        for one in sorted(worker.live, key=lambda one: -one.tensor.nbytes):
-            live, kept = one.bits(), worker.keeper.kept(one.name)
-            for reading in codes.readings(one):
-                if reading not in known:
-                    prediction = predict(worker.space, (pattern,), one.dtype, reading)
-                    known[reading] = prediction, [Lookup.of(table) for table in prediction.tables]
-                prediction, lookups = known[reading]
-                found = _claims_of_names(one, kept, codes, reading, lookups, worker.space.total_elements)
-                if found is None:
-                    return None
-                claims[one.name] = [found]
-                pending.append(found.check_copies(live, prediction, worker.executor))
+        # Naming is one of the executor's jobs: others compare meanwhile, and no thread more than there are cores runs.
+        if not worker.executor.submit(_name_all, worker, codes, pattern, claims, pending).result():
+            return None
     finally:
         finish(pending)
     check_steady(worker, claims)
     return claims
+
+
+def _name_all(
+    worker: ProbedWorker, codes: CodePasses, pattern: Pattern, claims: AllClaims, pending: list[Callable[[], None]]
+) -> bool:
+    """Name all tensors, the largest first, and begin to compare each; whether all have names."""
+    known: dict[Reading, tuple[Prediction, list[Lookup]]] = {}
+    for one in sorted(worker.live, key=lambda one: -one.tensor.nbytes):
+        live, kept = one.bits(), worker.keeper.kept(one.name)
+        for reading in codes.readings(one):
+            if reading not in known:
+                prediction = predict(worker.space, (pattern,), one.dtype, reading)
+                known[reading] = prediction, [Lookup.of(table) for table in prediction.tables]
+            prediction, lookups = known[reading]
+            found = _claims_of_names(one, kept, codes, reading, lookups, worker.space.total_elements)
+            if found is None:
+                return False
+            claims[one.name] = [found]
+            pending.append(found.check_copies(live, prediction, worker.executor))
+    return True
 
 
 def _claims_of_names(
@@ -187,23 +203,15 @@ def differences_of_names(
         None if the neighbours of some element do not name it.
     """
     _, width = view_of(shape)
-    places = np.unique(np.concatenate([diff.entries()[0] for diff in diffs]))
-    # The second difference at a place along both axes is a sum over the 3 x 3 elements that end there.
-    back = np.array([(row, column) for row in range(3) for column in range(3)])
-    weights = np.prod(np.array([1, -2, 1])[back], axis=1)
-    inside = (places[:, None] // width >= back[:, 0]) & (places[:, None] % width >= back[:, 1])
-    around = places[:, None] - back @ np.array([width, 1])
-    elements = np.unique(around[inside])
-    outside = diffs[0].outside()
-    run = np.searchsorted(outside[:, 0], elements, side="right") - 1
-    empty = (run >= 0) & (elements < np.append(outside[:, 1], 0)[run])
+    places = distinct(np.concatenate([diff.entries()[0] for diff in diffs]))
+    elements = elements_behind(places, width)
     names = np.zeros(len(elements), dtype=np.int64)
-    names[~empty] = places_in(live, width, elements[~empty], lookups)
+    coded = ~outside_of(elements, diffs[0].outside())
+    names[coded] = places_in(live, width, elements[coded], lookups)
     if np.any(names < 0):
         return None
-    number = np.where(inside, np.append(names, 0)[np.searchsorted(elements, around)], 0)
     period = len(lookups[0].table) if lookups else VERIFY_PERIOD
-    values = (number * weights).sum(axis=1) % period
+    values = differences_at(places, width, elements, names, period)
     places, values = places[values != 0], values[values != 0]
     chunks = []
     for chunk in diffs[0].chunks:

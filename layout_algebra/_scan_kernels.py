@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra._jit import kernel
+from layout_algebra._prefetch import AHEAD_BYTES, PAGE_BYTES, prefetch
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
@@ -97,6 +98,22 @@ def differ(left: Words, right: Words) -> bool:
     for k in range(len(left)):
         some = np.uint16(some | (left[k] ^ right[k]))
     return bool(some != 0)
+
+
+@kernel
+def line_goes_on(here: Words, line: Words, place: int) -> int:
+    """How many elements, in whole long blocks, go on as consecutive ids; ``place`` as in ``line``, in a circle."""
+    modulus = len(line) - LONG_BLOCK
+    done = 0
+    while done + LONG_BLOCK <= len(here):
+        for page in range(AHEAD_BYTES, AHEAD_BYTES + LONG_BLOCK * here.itemsize, PAGE_BYTES):
+            prefetch(here.ctypes.data + done * here.itemsize + page)
+        place %= modulus
+        if differ(here[done : done + LONG_BLOCK], line[place : place + LONG_BLOCK]):
+            break
+        done += LONG_BLOCK
+        place += LONG_BLOCK
+    return done
 
 
 @kernel
@@ -219,7 +236,9 @@ def scan(
             if on_line:
                 skips = 0
                 if index - 2 * width >= line_from and bends[0] == 0 and bends[1] == 0:
-                    index = end
+                    index = end + line_goes_on(
+                        here[end - here_start : stop - here_start], line, int(number) + end - anchor - 1
+                    )
                     continue
             else:
                 skips = min(2 * skips + 1, 63)

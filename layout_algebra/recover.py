@@ -32,7 +32,7 @@ from layout_algebra._kernels import (
     pieces_inside,
 )
 from layout_algebra._lift_kernels import write_window
-from layout_algebra.diff2 import Diff2
+from layout_algebra.diff2 import Chunk, Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import MapError, ProbeError
 from layout_algebra.lifting import lift_slabs
@@ -263,26 +263,48 @@ def _joined(diffs: Sequence[Diff2], passes: Sequence[Pass]) -> Iterator[Entries]
     moduli = [one.modulus for one in passes]
     inverses = np.array([pow(math.prod(moduli[:k]), -1, one) for k, one in enumerate(moduli)], dtype=np.int64)
     ring = np.array(moduli, dtype=np.int64), inverses
-    for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
-        if any(chunk.is_dense for chunk in chunks):
-            for first in range(chunks[0].start, chunks[0].stop, _WINDOW_ELEMENTS):
-                stop = min(first + _WINDOW_ELEMENTS, chunks[0].stop)
-                residues = np.stack([chunk.residues(first, stop) for chunk in chunks])
+    for group in _groups(diffs):
+        if any(chunk.is_dense for chunk in group[0]):
+            start, end = group[0][0].start, group[0][0].stop
+            for first in range(start, end, _WINDOW_ELEMENTS):
+                stop = min(first + _WINDOW_ELEMENTS, end)
+                residues = np.stack([chunk.residues(first, stop) for chunk in group[0]])
                 place, value, count = join_dense(residues, first, *ring)
                 yield place[:count], value[:count]
             continue
-        lists = [chunk.entries() for chunk in chunks]
-        starts = np.cumsum([0, *(len(places) for places, _ in lists)], dtype=np.int64)
-        if starts[-1]:
-            places = np.concatenate([places for places, _ in lists])
-            place, value, count = join_entries(places, np.concatenate([values for _, values in lists]), starts, *ring)
+        lists = [chunk.entries() for chunks in zip(*group, strict=True) for chunk in chunks if len(chunk.values)]
+        starts = np.cumsum([0, *(sum(len(chunk.values) for chunk in chunks) for chunks in zip(*group, strict=True))])
+        if lists:
+            places, values = (np.concatenate(parts) for parts in zip(*lists, strict=True))
+            place, value, count = join_entries(places, values, starts, *ring)
             yield place[:count], value[:count]
+
+
+def _groups(diffs: Sequence[Diff2]) -> Iterator[list[Sequence[Chunk]]]:
+    """The chunks of all passes in order: a dense one alone, others as many together as make one list of some length."""
+    group: list[Sequence[Chunk]] = []
+    size = 0
+    for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
+        length = sum(len(chunk.values) for chunk in chunks)
+        dense = any(chunk.is_dense for chunk in chunks)
+        if group and (dense or size + length > _WINDOW_ELEMENTS):
+            yield group
+            group, size = [], 0
+        group.append(chunks)
+        size += length
+        if dense:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _partly_outside(diffs: Sequence[Diff2]) -> IdArray:
     """Elements that held a code in some passes only, as intervals of flat indices; shape ``(n, 2)``."""
     parts = [np.empty((0, 2), dtype=np.int64)]
     for chunks in zip(*(diff.chunks for diff in diffs), strict=True):
+        if not any(len(chunk.runs) or len(chunk.bits) for chunk in chunks):
+            continue
         first = chunks[0].runs[:, :2]
         if all(not len(chunk.bits) and np.array_equal(chunk.runs[:, :2], first) for chunk in chunks):
             continue

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from layout_algebra import diff2
+from layout_algebra import recover as recover_module
 from layout_algebra.diff2 import encode
 from layout_algebra.errors import MapError, ProbeError
 from layout_algebra.recover import (
@@ -149,6 +151,24 @@ def test_permuted_rows_and_columns_stay_whole(axis: int) -> None:
     ids = np.take(tensor, np.random.default_rng(axis).permutation(tensor.shape[axis]), axis=axis)
     check(ids, tensor.size)
     assert len(rectangles_of_ids(ids)) <= tensor.shape[axis]
+
+
+@pytest.mark.parametrize("window", [1, 40, 1 << 20])
+def test_long_and_short_chunks_are_joined_in_order(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of many chunks are joined at once, up to some length; plain arrays between them one by one."""
+    monkeypatch.setattr(diff2, "CHUNK_ELEMENTS", 256)
+    monkeypatch.setattr(recover_module, "_WINDOW_ELEMENTS", window)
+    ids = np.arange(1, 2401).reshape(60, 40)
+    ids[16:36] = np.random.default_rng(window).permutation(ids[16:36].reshape(-1)).reshape(20, 40)
+    ids[41, 7:9] = 0
+    ids[50:, 3:] += 5
+    one = plan_passes(FLOAT_CODES, 3000)[0]
+    decoding: Decoding = BF16  # type: ignore[assignment]
+    kinds = [chunk.is_dense for chunk in encode(memory_of(ids, one), ids.shape, decoding, one).chunks]
+    assert kinds[:2] == [False, False]
+    assert any(kinds)
+    assert kinds[-2:] == [False, False]
+    check(ids, 3000)
 
 
 def test_any_permutation_is_exact() -> None:

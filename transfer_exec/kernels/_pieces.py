@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from layout_algebra._jit import inlined, kernel
+from layout_algebra._prefetch import prefetch
 from layout_algebra.dtypes import IdArray
 from transfer_exec.kernels._memory import copy_bytes
-from transfer_exec.kernels._vectors import copy1, copy2, copy4, copy8, copy16, copy32, fence, prefetch, stream32
+from transfer_exec.kernels._vectors import copy1, copy2, copy4, copy8, copy16, copy32, fence, stream32
 
 _AHEAD_BYTES = 4096
 _AHEAD_PIECES = 32

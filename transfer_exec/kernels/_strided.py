@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from layout_algebra._jit import kernel
+from layout_algebra._prefetch import prefetch
 from layout_algebra.dtypes import IdArray
 from transfer_exec.kernels._floats import TOGETHER, move, move_block, stream_block
-from transfer_exec.kernels._vectors import Unit, fence, prefetch
+from transfer_exec.kernels._vectors import Unit, fence
 
 _TILE_COUNT = 64
 _TILE_LENGTH = 8  # as many lines as a cache set has ways: strides that are powers of two fall into one set

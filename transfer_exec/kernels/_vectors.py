@@ -1,6 +1,6 @@
 # numba types these functions, not mypy:
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, attr-defined, arg-type, call-arg"
-"""Several elements at once: streaming stores, prefetches, transposes of small tiles.
+"""Several elements at once: streaming stores, transposes of small tiles.
 
 As in `transfer_exec.kernels._memory`, every function has a slow meaning used when numba is switched off, and LLVM
 vector instructions behind it otherwise, which every processor has in some width. A *streamed* store goes to memory
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from transfer_exec.kernels._memory import Word, copy_bytes
@@ -68,10 +67,6 @@ def stream32(target: int, source: int) -> None:
 
 def fence() -> None:
     """Everything stored before is visible before anything stored after."""
-
-
-def prefetch(address: int) -> None:
-    """The cache line of an address, which may be any number, will be read soon."""
 
 
 def cross(unit: Unit, source: int, step: int, target: int, pitch: int) -> None:
@@ -135,19 +130,6 @@ def _fence(typing_context):
         return context.get_dummy_value()
 
     return types.void(), build
-
-
-@intrinsic
-def _prefetch(typing_context, address):
-    def build(context, builder, signature, arguments):
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(function, [place, number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), build
 
 
 @intrinsic
@@ -233,11 +215,6 @@ def _compiled_stream32(target, source):
 @overload(fence)
 def _compiled_fence():
     return lambda: _fence()
-
-
-@overload(prefetch)
-def _compiled_prefetch(address):
-    return lambda address: _prefetch(address)
 
 
 @overload(cross)
