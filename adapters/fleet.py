@@ -224,11 +224,11 @@ class Fleet:
         attach = {w: Attach({peer: endpoints[peer] for peer in each.peers}) for w, each in bindings.items()}
         results, failures = self._steps.run_each({g: tuple(attach.get(w) for w in self.ranks(g)) for g in groups})
         for failure in failures.values():
-            if failure.kind == UnreadableError.__name__:
+            if failure.kind == UnreadableError.__name__ and not self.unreadable:
                 self.unreadable = str(failure)
                 log_event("unreadable", failure.worker, level=logging.WARNING, why=f"{failure}; it goes in rounds")
                 raise_failure(failure)
-            if failure.kind == UnmappableError.__name__:
+            if failure.kind == UnmappableError.__name__ and not self.unmappable:
                 self.unmappable = str(failure)
                 log_event("unmappable", failure.worker, level=logging.WARNING, why=f"{failure}; it is read instead")
                 raise_failure(failure)

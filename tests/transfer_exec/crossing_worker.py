@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import weakref
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -14,10 +16,21 @@ from transfer_exec.transport.base import Endpoint
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 
+def in_memory_file(array: np.ndarray) -> np.ndarray:
+    """A copy that other processes can map."""
+    fd = os.memfd_create("weights")
+    os.ftruncate(fd, array.nbytes)
+    out = np.frombuffer(mmap.mmap(fd, array.nbytes), dtype=array.dtype).reshape(array.shape)
+    weakref.finalize(out.base, os.close, fd)
+    out[...] = array
+    return out
+
+
 def serve(pipe: Connection, worker: str, data: bytes, deadline_s: float) -> None:
-    """Answer commands until the pipe closes: memory, connect, run, read, die."""
+    """Answer commands until the pipe closes: memory, connect, run, read, die. What peers map is in memory files."""
     program = Program.from_bytes(data)
     memory: dict[str, np.ndarray] = pipe.recv()
+    memory |= {n: in_memory_file(memory[n]) for n in (program.tensors[position].name for position in program.mapped)}
     executor = Executor(program, memory, SharedMemoryTransport(worker), deadline_s=deadline_s)
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})

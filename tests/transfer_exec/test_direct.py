@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,27 @@ def test_runs_below_the_shortest_stay_in_rounds_but_neighbours_are_one_run() -> 
     assert divide(plan, near(maps, 257)).moves == {}
 
 
+def test_shared_tensors_have_a_shortest_run_of_their_own() -> None:
+    """Rows of 32 bytes of a shared tensor are mapped, those of a private one stay in rounds; long ones are read."""
+    plan, maps = planned(
+        {"trainer/0": {"a": A[:4], "a2": A[4:], "b": B}}, {"engine/0/0": {"p": A[:, :8], "q": np.stack([B, B])}}
+    )
+    whole = [[2, 0, 1, 0, 64], [2, 0, 1, 64, 64]]
+    upper, lower = ([[k, 16 * r, 0, 32 * k + 8 * r, 8] for r in range(4)] for k in (0, 1))
+    for shared, rows, mapped, size in (
+        ((), whole, [], 0),
+        (("a",), upper + whole, [0], 4 * 32),
+        (("a2",), lower + whole, [1], 4 * 32),
+        (("a", "a2", "b"), upper + lower + whole, [0, 1, 2], 8 * 32 + 256),
+        (("b",), whole, [2], 256),
+    ):
+        division = divide(plan, Near(maps, {}, 256, 32, {"trainer/0": shared}))
+        moves = division.moves["trainer/0", "engine/0/0"]
+        assert moved(division)["trainer/0", "engine/0/0"] == rows
+        assert (moves.mapped.tolist(), moves.mapped_bytes) == (mapped, size)
+        assert moves.bytes == 256 + 32 * (len(rows) - 2), "an id that is needed twice is counted once"
+
+
 def test_a_worker_that_forwards_gets_its_part_in_rounds() -> None:
     """Two ranks of one node: the first receives for both and forwards, so it is not direct; alone it is."""
     plan, maps = planned({"trainer/0": {"a": A}}, {"engine/0/0": {"p": A}, "engine/0/1": {"p": A}}, workers_per_node=2)
@@ -129,7 +151,9 @@ def test_direct_and_rest_are_the_plan(seed: int) -> None:
     rng = np.random.default_rng(seed)
     crossing = random_crossing(rng)
     plan = crossing.plan(workers_per_node=int(rng.integers(1, 4)), buffer_bytes=int(rng.choice([8, 24, 100])))
-    near = Near(crossing.maps, {}, int(rng.choice([1, 4, 16])))
+    shared = {w: [n for n in crossing.maps[w].parameters if rng.integers(0, 2)] for w in plan.holders}
+    least, least_mapped = (int(rng.choice([1, 4, 16])) for _ in range(2))
+    near = Near(crossing.maps, {}, least, least_mapped, shared)
     division = divide(plan, near)
     hops: list[dict[tuple[str, str, str], list[int]]] = []
     for each in (plan, division.rest):
@@ -149,6 +173,7 @@ def test_direct_and_rest_are_the_plan(seed: int) -> None:
             {n: m.ids(n).reshape(-1) for n in m.parameters} for m in (crossing.maps[source], crossing.maps[target])
         )
         read: set[int] = set()
+        mapped: set[int] = set()
         if moves is not None and moves.stage.name == stage:
             for row in moves.rows.tolist():
                 a, begin, b, to, length, width = row
@@ -156,9 +181,12 @@ def test_direct_and_rest_are_the_plan(seed: int) -> None:
                 assert np.array_equal(mine, list(needed.values())[b][to : to + length])
                 assert length * width >= 1
                 read |= set(mine.tolist())
-            assert moves.bytes == sum(
-                crossing.space.spec(crossing.space.locate(i)[0]).element_type.item_bytes for i in read
-            )
+                if list(held)[a] in shared[source]:
+                    mapped |= set(mine.tolist())
+                    assert a in moves.mapped
+            for ids, size in ((read, moves.bytes), (mapped, moves.mapped_bytes)):
+                specs = [crossing.space.spec(crossing.space.locate(i)[0]) for i in ids]
+                assert size == sum(spec.element_type.item_bytes for spec in specs)
         assert read == gone
     assert rest == {}
 
@@ -187,7 +215,7 @@ def test_tensors_that_stay_together_in_rounds_may_be_partly_direct() -> None:
 
 def program_bytes(direct: bool = True) -> tuple[Program, Program]:
     plan, maps = planned({"trainer/0": {"a": A, "b": B}}, {"engine/0/0": {"p": A.T, "q": B}})
-    compiler = Compiler(plan, Near(maps, {}, 64) if direct else None)
+    compiler = Compiler(plan, Near(maps, {}, 64, 64, {"trainer/0": ["b"]}) if direct else None)
     source, target = (compiler.program(worker, maps[worker]) for worker in plan.workers)
     return source, target
 
@@ -196,7 +224,9 @@ def test_programs_with_direct_moves_travel() -> None:
     for program in program_bytes():
         back = Program.from_bytes(program.to_bytes())
         assert back.digest() == program.digest()
-        assert (back.offers, back.fetches, back.lent) == (program.offers, program.fetches, program.lent)
+        assert (back.offers, back.fetches) == (program.offers, program.fetches)
+        assert (back.lent, back.mapped) == (program.lent, program.mapped)
+        assert program.mapped_bytes == 256
         assert [rows.tolist() for rows in back.fetch_rows] == [rows.tolist() for rows in program.fetch_rows]
         assert program.plan_digest != program_bytes(direct=False)[0].plan_digest
 
@@ -232,6 +262,9 @@ def test_bytes_of_a_program_with_flags_or_tensors_that_are_not_there_are_refused
         (source, "lent", (7,)),
         (source, "lent", (0, 0)),
         (source, "lent", ()),
+        (source, "mapped", (7,)),
+        (source, "offers", (replace(source.offers[0], mapped_bytes=source.offers[0].bytes + 1),)),
+        (target, "fetches", (replace(target.fetches[0], mapped_bytes=-1),)),
     ]
     for program, field, value in changed:
         fields = {name: getattr(program, name) for name in program.__dataclass_fields__}

@@ -6,17 +6,25 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
-from crossing_worker import serve
+from crossing_worker import in_memory_file, serve
 
 from layout_algebra.correspondence import correspond
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.compiler import Compiler
 from transfer_exec.direct import Near
-from transfer_exec.errors import DeadlineError, PeerGoneError, ProgramError, TransportError, UnreadableError
+from transfer_exec.errors import (
+    DeadlineError,
+    PeerGoneError,
+    ProgramError,
+    TransportError,
+    UnmappableError,
+    UnreadableError,
+)
 from transfer_exec.executor import Executor
 from transfer_exec.fetching import chunks_of
 from transfer_exec.in_process import run_in_process
@@ -28,6 +36,7 @@ from transfer_exec.topology import Topology
 from transfer_exec.trace import critical_path
 from transfer_exec.transport.base import Endpoint, Transport
 from transfer_exec.transport.loopback import LENT, LoopbackNetwork, LoopbackPolicy
+from transfer_exec.transport.shared_files import SharedRanges
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 from transfer_exec.transport.stretches import Stretches
 
@@ -51,13 +60,21 @@ def case(*, transposed: bool = False) -> tuple[Plan, dict[str, SourceMap]]:
     return make_plan(correspond(*sides), topology, buffer_bytes=64), maps
 
 
-def programs_of(plan: Plan, maps: Mapping[str, SourceMap]) -> dict[str, Program]:
-    compiler = Compiler(plan, Near(maps, {}))
+@pytest.fixture(params=[False, True], ids=["read", "mapped"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    """Whether the trainer's tensors are in shared memory."""
+    return bool(request.param)
+
+
+def programs_of(plan: Plan, maps: Mapping[str, SourceMap], shared: bool = False) -> dict[str, Program]:
+    compiler = Compiler(plan, Near(maps, {}, shared={"trainer/0": ["w", "x"]} if shared else {}))
     return {worker: compiler.program(worker, maps[worker]) for worker in plan.workers}
 
 
-def memory_for(maps: Mapping[str, SourceMap], value: float = 0.0) -> dict[str, dict[str, np.ndarray]]:
-    out = {w: {n: np.full(m.shape(n), value, dtype=np.float32) for n in m.parameters} for w, m in maps.items()}
+def memory_for(maps: Mapping[str, SourceMap], shared: bool = False) -> dict[str, dict[str, np.ndarray]]:
+    out = {w: {n: np.zeros(m.shape(n), dtype=np.float32) for n in m.parameters} for w, m in maps.items()}
+    if shared:
+        out["trainer/0"] = {name: in_memory_file(array) for name, array in out["trainer/0"].items()}
     out["trainer/0"]["w"][:] = np.arange(SIZE)
     out["trainer/0"]["x"][:] = np.arange(64).reshape(8, 8)
     return out
@@ -99,13 +116,13 @@ def start(pool: ThreadPoolExecutor, executors: Mapping[str, Executor], version: 
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["nothing in rounds", "rounds beside"])
-@pytest.mark.parametrize("kind", ["loopback", "loopback that delays", "shared_memory"])
+@pytest.mark.parametrize("kind", ["loopback", "loopback that delays", "shared_memory", "mapped"])
 def test_many_versions(kind: str, transposed: bool) -> None:
     plan, maps = case(transposed=transposed)
-    memory = memory_for(maps)
+    memory = memory_for(maps, kind == "mapped")
     policy = LoopbackPolicy(seed=3, max_delay=5, reorder=True) if "delays" in kind else None
     network = LoopbackNetwork(policy)
-    programs = programs_of(plan, maps)
+    programs = programs_of(plan, maps, kind == "mapped")
     assert all(bool(program.instructions) == transposed for program in programs.values())
     executors = connected(programs, memory, network.transport if "loopback" in kind else SharedMemoryTransport)
     with ThreadPoolExecutor(3) as pool:
@@ -118,6 +135,8 @@ def test_many_versions(kind: str, transposed: bool) -> None:
             assert not transposed or (memory["engine/0/0"]["x"] == version).all()
     assert reports["trainer/0"].direct_bytes == 4 * SIZE
     assert reports["engine/0/0"].direct_bytes == 2 * SIZE
+    assert reports["trainer/0"].mapped_bytes == (4 * SIZE if kind == "mapped" else 0)
+    assert reports["engine/0/0"].mapped_bytes == (2 * SIZE if kind == "mapped" else 0)
     assert sum(reports["trainer/0"].bytes_sent) == plan.bytes_sent("trainer/0")
     assert sum(reports["engine/1/0"].bytes_received) == plan.bytes_received("engine/1/0")
     for executor in executors.values():
@@ -143,11 +162,11 @@ def test_both_ways_move_the_same_bits_and_report_the_same_bytes() -> None:
         assert all(np.array_equal(one[name], results[0][0][name]) for one, _ in results)
 
 
-def test_t11_a_source_is_let_go_when_its_last_reader_has_finished() -> None:
+def test_t11_a_source_is_let_go_when_its_last_reader_has_finished(shared: bool) -> None:
     """Whoever calls may overwrite its weights the moment its run returns; a reader that sleeps is waited for."""
     plan, maps = case()
-    memory = memory_for(maps)
-    executors = connected(programs_of(plan, maps), memory, before_read={"engine/1/0": lambda: time.sleep(0.2)})
+    memory = memory_for(maps, shared)
+    executors = connected(programs_of(plan, maps, shared), memory, before_read={"engine/1/0": lambda: time.sleep(0.2)})
 
     def train_on() -> WorkerReport:
         report = executors["trainer/0"].run(1)
@@ -162,12 +181,12 @@ def test_t11_a_source_is_let_go_when_its_last_reader_has_finished() -> None:
     assert is_right(memory)
 
 
-def test_nothing_is_read_before_its_source_is_ready() -> None:
+def test_nothing_is_read_before_its_source_is_ready(shared: bool) -> None:
     """Readers that come first wait; what the trainer writes until then is what they get."""
     plan, maps = case()
-    memory = memory_for(maps)
+    memory = memory_for(maps, shared)
     memory["trainer/0"]["w"][:] = -1
-    executors = connected(programs_of(plan, maps), memory)
+    executors = connected(programs_of(plan, maps, shared), memory)
     with ThreadPoolExecutor(3) as pool:
         got = start(pool, {w: e for w, e in executors.items() if w != "trainer/0"}, 1)
         time.sleep(0.1)
@@ -179,12 +198,12 @@ def test_nothing_is_read_before_its_source_is_ready() -> None:
     assert is_right(memory)
 
 
-def test_a_reader_that_hangs_is_named_and_finds_the_tensors_taken_back() -> None:
+def test_a_reader_that_hangs_is_named_and_finds_the_tensors_taken_back(shared: bool) -> None:
     """The trainer gives up and trains on; the reader that wakes up must not take what it read for the version."""
     plan, maps = case()
-    memory = memory_for(maps)
+    memory = memory_for(maps, shared)
     executors = connected(
-        programs_of(plan, maps), memory, deadline_s=1.5, before_read={"engine/1/0": lambda: time.sleep(3)}
+        programs_of(plan, maps, shared), memory, deadline_s=1.5, before_read={"engine/1/0": lambda: time.sleep(3)}
     )
     with ThreadPoolExecutor(3) as pool:
         runs = start(pool, executors, 1)
@@ -207,12 +226,12 @@ def test_a_source_that_does_not_come_is_named() -> None:
     assert not memory["engine/0/0"]["w"].any()
 
 
-def test_an_aborted_reader_writes_nothing_after_its_run_has_returned() -> None:
+def test_an_aborted_reader_writes_nothing_after_its_run_has_returned(shared: bool) -> None:
     plan, maps = case()
-    memory = memory_for(maps)
+    memory = memory_for(maps, shared)
     executors: dict[str, Executor] = {}
     abort = {"engine/0/0": lambda: executors["engine/0/0"].abort("enough")}
-    executors |= connected(programs_of(plan, maps), memory, deadline_s=1.5, before_read=abort)
+    executors |= connected(programs_of(plan, maps, shared), memory, deadline_s=1.5, before_read=abort)
     with ThreadPoolExecutor(3) as pool:
         runs = start(pool, executors, 1)
         with pytest.raises(TransportError, match=r"engine/0/0: aborted \(enough\)"):
@@ -238,10 +257,10 @@ def test_a_failed_read_is_raised_and_others_go_on() -> None:
     assert f"for {failed} to read its tensors" in str(errors["trainer/0"]), "it waited for a reader that failed"
 
 
-def test_a_source_that_closed_or_came_back_is_not_read() -> None:
+def test_a_source_that_closed_or_came_back_is_not_read(shared: bool) -> None:
     plan, maps = case()
-    memory = memory_for(maps)
-    programs = programs_of(plan, maps)
+    memory = memory_for(maps, shared)
+    programs = programs_of(plan, maps, shared)
     executors = connected(programs, memory)
     reader = executors["engine/0/0"]
     reading = reader._readings["trainer/0"]
@@ -255,10 +274,10 @@ def test_a_source_that_closed_or_came_back_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the first read", "before the reader looks again"])
-def test_a_source_that_is_killed_while_it_is_read(when: str) -> None:
+def test_a_source_that_is_killed_while_it_is_read(when: str, shared: bool) -> None:
     plan, maps = case()
-    memory = memory_for(maps)
-    programs = programs_of(plan, maps)
+    memory = memory_for(maps, shared)
+    programs = programs_of(plan, maps, shared)
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     child = context.Process(
@@ -310,6 +329,49 @@ def test_a_peer_that_may_not_be_read_is_refused_by_name(monkeypatch: pytest.Monk
     )
     with pytest.raises(UnreadableError, match="trainer/0: its memory cannot be read with process_vm_readv: Operation"):
         connected(programs_of(plan, maps), memory_for(maps))
+
+
+def test_shared_memory_that_cannot_be_mapped_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error of its own, so that whoever plans can have it read; nothing was."""
+    plan, maps = case()
+
+    def refuse(*_: object) -> list[np.ndarray]:
+        raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
+
+    monkeypatch.setattr("transfer_exec.transport.shared_memory.map_places", refuse)
+    with pytest.raises(UnmappableError, match=r"trainer/0: its shared memory cannot be mapped: .*Permission denied"):
+        connected(programs_of(plan, maps, True), memory_for(maps, True))
+
+
+def test_a_tensor_that_is_in_no_shared_memory_any_more_is_refused_by_name() -> None:
+    plan, maps = case()
+    with pytest.raises(ProgramError, match="w on trainer/0: is not in shared memory, which peers were to map"):
+        connected(programs_of(plan, maps, True), memory_for(maps))
+
+
+def test_what_is_mapped_is_mapped_once_and_let_go_when_a_reader_closes() -> None:
+    """Also by a reader that somebody still holds, and of a source whose reader was connected to it again."""
+    plan, maps = case()
+    memory = memory_for(maps, True)
+    place = SharedRanges.of_this_process().place(memory["trainer/0"]["w"].ctypes.data, 4 * SIZE)
+    assert place is not None
+
+    def mappings() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(line.split()[4] == str(place.inode) for line in lines)
+
+    assert mappings() == 1
+    executors = connected(programs_of(plan, maps, True), memory)
+    assert mappings() == 3, "the trainer's own and one of each engine"
+    executors["engine/0/0"].connect({w: each.endpoint for w, each in executors.items()})
+    assert mappings() == 3
+    with ThreadPoolExecutor(3) as pool:
+        for each in start(pool, executors, 1).values():
+            each.result()
+    assert is_right(memory)
+    for executor in executors.values():
+        executor.close()
+    assert mappings() == 1
 
 
 def test_memory_that_is_not_contiguous_any_more_is_refused() -> None:

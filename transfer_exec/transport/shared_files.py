@@ -22,9 +22,11 @@ against that; those of others are trusted, as all is that workers of one job and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import stat
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +37,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-_DELETED = " (deleted)"
 
 
 class FilePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -102,7 +102,7 @@ class SharedRanges:
         bare = self.whereabouts(address, size_bytes)
         if bare is None:
             return None
-        for path in (self._descriptors.get((bare.device, bare.inode), ""), bare.path.removesuffix(_DELETED)):
+        for path in (self._descriptors.get((bare.device, bare.inode), ""), bare.path):
             if _identity(path) == (bare.device, bare.inode):
                 return msgspec.structs.replace(bare, path=path)
         return None
@@ -148,10 +148,25 @@ def _map(device: int, inode: int, path: str, low: int, high: int) -> npt.NDArray
             raise OSError(f"{path} is another file than the one that was shared")
         if found.st_size < high:
             raise OSError(f"{path} has {found.st_size} bytes; shared were {low}:{high}")
-        whole = mmap.mmap(fd, high - low, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ, offset=low)
+        return _map_to_read(fd, low, high - low)
     finally:
         os.close(fd)
-    return np.frombuffer(whole, dtype=np.uint8)
+
+
+def _map_to_read(fd: int, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Map without keeping the descriptor, as ``mmap.mmap`` does: a model may have a file for every parameter."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, offset)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size_bytes).atexit = False  # a thread may still be looking
+    array = np.ctypeslib.as_array(memory)
+    array.setflags(write=False)
+    return array
 
 
 def _parsed(line: str) -> _Range | None:

@@ -166,15 +166,16 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
 
     def _reach_lent(self, peer: Endpoint, lent: Stretches) -> Stretches:
         assert peer.lent is not None
-        numbers = sorted(lent.files)
-        addresses = lent.addresses.copy()
-        try:
-            found = map_places([lent.files[n] for n in numbers], lent.sizes[numbers].tolist())
-        except (OSError, ValueError) as error:
-            raise UnmappableError(f"{peer.worker}: its shared memory cannot be mapped: {error}") from error
-        addresses[numbers] = [each.ctypes.data + MAPPED for each in found]
+        addresses, found = lent.addresses.copy(), []
+        if lent.files:
+            numbers = sorted(lent.files)
+            try:
+                found = map_places([lent.files[number] for number in numbers], lent.sizes[numbers].tolist())
+            except (OSError, ValueError) as error:
+                raise UnmappableError(f"{peer.worker}: its shared memory cannot be mapped: {error}") from error
+            addresses[numbers] = [each.ctypes.data + MAPPED for each in found]
+            copy_ranges(np.empty((0, 3), dtype=np.int64), True)  # compiles it
         self._lent_files[peer.worker] = tuple(found)
-        copy_ranges(np.empty((0, 3), dtype=np.int64), True)  # compiles it
         _check_readable(peer.worker, peer.lent.where, lent.addresses[(addresses < MAPPED) & (lent.sizes > 0)])
         return Stretches(addresses, lent.sizes)
 
