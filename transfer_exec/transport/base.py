@@ -62,7 +62,7 @@ class Patience(NamedTuple):
     """
 
     shortest_s: float = 20e-6
-    longest_s: float = 1e-3
+    longest_s: float = 2e-3
 
     def sleep_s(self, waited_s: float) -> float:
         """How long to sleep after having waited so long."""

@@ -72,6 +72,7 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         super().__init__(worker, "shared_memory", Limits(), device)
         self._files: dict[int, tuple[int, Memory]] = {}
         self._flags: Memory | None = None
+        self._flags_begin = 0
         self._reached: dict[str, _Reached] = {}
         self._lent_files: dict[str, tuple[npt.NDArray[np.uint8], ...]] = {}
         # Peers read at the same time, and copiers must not take each other's cores.
@@ -120,7 +121,8 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
 
     def _make_flags(self, channels: int) -> str:
         self._flags = self._allocate(_HEADER_BYTES + _FLAG_BYTES * channels)
-        publish_word(self._flags.ctypes.data, self.incarnation)
+        self._flags_begin = self._flags.ctypes.data
+        publish_word(self._flags_begin, self.incarnation)
         return self._expose(self._flags)
 
     def _reach(self, peer: Endpoint) -> Bases:
@@ -207,15 +209,14 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         publish_word(address, flag.sequence)
 
     def _read(self, channel: int) -> Flag:
-        assert self._flags is not None
-        address = self._flags.ctypes.data + _HEADER_BYTES + _FLAG_BYTES * channel
+        address = self._flags_begin + _HEADER_BYTES + _FLAG_BYTES * channel
         sequence = read_word(address)
         return Flag(sequence, read_word(address + 8))
 
     def _close(self) -> None:
         """Close the files. Mappings live as long as this object, since another thread may be reading a flag."""
         if self._flags is not None:
-            publish_word(self._flags.ctypes.data, 0)
+            publish_word(self._flags_begin, 0)
         for fd, _ in self._files.values():
             os.close(fd)
         self._files.clear()
