@@ -54,7 +54,7 @@ from adapters.duty_messages import (
 )
 from adapters.events import log_event
 from adapters.failures import HookError, StaleError, VerificationError, VersionError
-from adapters.host_staging import HostCopies
+from adapters.host_staging import HostCopies, shared_copies
 from adapters.own_load import OwnLoad
 from adapters.placing import place
 from adapters.probe_settle import leave_to_loader
@@ -211,7 +211,9 @@ class Duties:
         self._probed = found
         live = live_memory(worker.parameters)
         scattered = tuple(sorted(scattered_names(live)))
-        shared = () if worker.receives or worker.staging else tuple(sorted(shared_names(live)))
+        shared: tuple[str, ...] = ()
+        if not worker.receives:
+            shared = shared_copies(live, found) if worker.staging else tuple(sorted(shared_names(live)))
         return Probed(found.digest(), time.perf_counter() - start, worker.staging, scattered, shared)
 
     def _bind(self, duty: Bind, start: float) -> Bound:

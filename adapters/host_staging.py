@@ -8,8 +8,9 @@ is left is one copy on each side, as fast as memory is:
     staging trainer    tensors --copy--> host copies --executor--> ...              the caller trains on after the copy
     staging rollout    ... --executor--> host copies --copy--> tensors              the caller generates until the copy
 
-Copies live in one arena that is allocated, and faulted in, once; where a tensor is on a GPU it is pinned. Out of an
-arena only those elements are copied that an update brings: padding and what the loader computes keep their bits.
+Copies live in one arena that is allocated, and faulted in, once; where a tensor is on a GPU it is pinned, and else a
+trainer's is shared memory, which rollouts of its host map. Out of an arena only those elements are copied that an
+update brings: padding and what the loader computes keep their bits.
 
 >>> import numpy as np
 >>> from layout_algebra.space import CheckpointSpace, TensorSpec
@@ -25,6 +26,7 @@ arena only those elements are copied that an update brings: padding and what the
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,15 +39,18 @@ from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.source_map import SourceMap
 from transfer_exec.binding import bind, locate
 from transfer_exec.conversions import COPY_WIDTHS
+from transfer_exec.errors import ProgramError
 from transfer_exec.gather import Column, GatherTable, fold_rows
 from transfer_exec.kernels.base import Job
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import ProgramTensor
 from transfer_exec.tiles import Tile, TileTable
+from transfer_exec.transport.shared_files import make_shared
 
-__all__ = ["HostCopies"]
+__all__ = ["HostCopies", "shared_copies"]
 
 _LINE = 64
+_CAN_SHARE = hasattr(os, "memfd_create")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +126,7 @@ class HostCopies:
     Raises
     ------
     ProgramError
-        If a tensor is not what the map says, or is to be written and overlaps itself.
+        If a tensor is not what the map says, or is to be written and overlaps itself, or there is no memory to share.
     """
 
     def __init__(
@@ -149,8 +154,8 @@ class HostCopies:
             offset += -(-self._places[-1].bytes // _LINE) * _LINE
         pinned = any(live[place.name].device.type == "cuda" for place in self._places)
         if arena is None or arena.numel() != offset or arena.is_pinned() != pinned:
-            # Filled, since memory that was never touched is slow when it is first written.
-            arena = torch.empty(offset, dtype=torch.uint8, pin_memory=pinned).fill_(0)
+            share = bool(offset) and not outwards and not pinned and _CAN_SHARE
+            arena = _shared(worker, offset) if share else _private(offset, pinned=pinned)
         self.arena = arena
         self._job = self._prepare(live)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -225,6 +230,27 @@ class HostCopies:
         else:
             covered = torch.from_numpy(_mask(place)).to(live.device)
             live.copy_(torch.where(covered, inside.to(live.device), live))
+
+
+def shared_copies(live: Mapping[str, torch.Tensor], source_map: SourceMap) -> tuple[str, ...]:
+    """Parameters whose copies a trainer would have in shared memory."""
+    names = [name for name in source_map.parameters if len(source_map[name].copies)]
+    pinned = any(live[name].device.type == "cuda" for name in names)
+    return tuple(sorted(names)) if _CAN_SHARE and not pinned else ()
+
+
+def _shared(worker: str, size_bytes: int) -> torch.Tensor:
+    try:
+        fd, memory = make_shared(f"transload copies {worker}", size_bytes)
+    except OSError as error:
+        raise ProgramError(f"{worker}: cannot get {size_bytes} bytes of memory for copies: {error}") from error
+    os.close(fd)  # the mapping has one of its own
+    return torch.from_numpy(memory)
+
+
+def _private(size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    # Filled, since memory that was never touched is slow when it is first written.
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).fill_(0)
 
 
 def _place(source_map: SourceMap, name: str, tensor: torch.Tensor, offset: int, *, outwards: bool) -> _Place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from adapters.torch_bits import bits_view, torch_dtype
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.errors import ProgramError
+from transfer_exec.transport.shared_files import SharedRanges
 
 
 def live_view(made: np.random.Generator, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -111,6 +114,17 @@ def test_names_with_one_memory_have_one_copy() -> None:
     copies.tensors["head"].fill_(3)
     copies.copy(live)
     assert set(tied.flatten().tolist()) == {3}
+
+
+def test_a_trainers_arena_is_in_a_file_that_nobody_can_shrink() -> None:
+    live = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
+    trainers, rollouts = (HostCopies("a", live, one_map((4, 4)), outwards=outwards) for outwards in (False, True))
+    ranges = SharedRanges.of_this_process()
+    place = ranges.place(trainers.tensors["w"].data_ptr(), 32)
+    assert place is not None
+    with pytest.raises(PermissionError):
+        os.truncate(place.path, 0)
+    assert ranges.place(rollouts.tensors["w"].data_ptr(), 32) is None, "nobody maps a rollout's"
 
 
 def test_an_arena_is_taken_over_only_if_it_fits() -> None:

@@ -249,6 +249,25 @@ def test_where_a_file_cannot_be_opened_its_parameters_are_read_and_connect_says_
         assert holds(needed, 2)
 
 
+def test_copies_of_a_trainer_that_stages_are_in_shared_memory(tmp_path: Path) -> None:
+    """Whatever its parameters are in; its caller trains on meanwhile."""
+    held, needed = Holding({name: torch.zeros(shape) for name, shape in SHAPES.items()}, load), rollout()
+    before = mapped_files()
+    with Crew(tmp_path, [held], {"a": [needed]}, checkpoint=SPACE, staging={"trainer"}) as crew:
+        for version in (1, 2):
+            report = connect(crew)
+            whole = SHARED_BYTES + READ_BYTES
+            assert [(each.direct_bytes, each.mapped_bytes) for each in report.workers] == [(whole, whole)] * 2
+            held.load_weights(weights(version).items())
+            (pending,) = crew.trainers(lambda sender, rank, version=version: sender.send_weights(version))  # type: ignore[misc]
+            for tensor in held.tensors.values():
+                tensor.fill_(-1)
+            assert pending.value is not None
+            pending.value.result()
+            assert holds(needed, version)
+    assert mapped_files() == before
+
+
 @pytest.mark.parametrize("mappable", [True, False])
 def test_where_nobody_may_read_shared_parameters_are_still_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mappable: bool

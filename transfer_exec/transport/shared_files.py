@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import stat
@@ -113,6 +114,27 @@ class SharedRanges:
         numbers = sorted((int(each) for each in os.listdir("/proc/self/fd")), reverse=True)
         paths = [f"/proc/{os.getpid()}/fd/{number}" for number in numbers]
         return {found: path for path in paths if (found := _identity(path)) is not None}
+
+
+def make_shared(name: str, size_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
+    """Zeroed memory in a file without a name that nobody can shrink, faulted in; the file's descriptor, and the memory.
+
+    Raises
+    ------
+    OSError
+        If the system does not give it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        # Reserves the pages: without it a host that is full would kill the process at the first write.
+        os.posix_fallocate(fd, 0, size_bytes)
+        mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, np.frombuffer(mapped, dtype=np.uint8)
 
 
 def map_places(places: Sequence[FilePlace], sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:

@@ -19,7 +19,6 @@ before the next write to it: it clears its incarnation when it closes, and a pro
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import select
@@ -40,7 +39,7 @@ from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
 from transfer_exec.transport.queues import Bases
-from transfer_exec.transport.shared_files import map_places
+from transfer_exec.transport.shared_files import make_shared, map_places
 from transfer_exec.transport.stretches import MAPPED, Stretches
 
 _HEADER_BYTES = 64
@@ -91,15 +90,9 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         super().close()
 
     def _allocate(self, size_bytes: int) -> Memory:
-        fd = os.memfd_create(f"transload {self.worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, size_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            # Reserves the pages: without it a host that is full would kill the process at the first write.
-            os.posix_fallocate(fd, 0, size_bytes)
-            memory = _map(fd, size_bytes)
+            fd, memory = make_shared(f"transload {self.worker}", size_bytes)
         except OSError as error:
-            os.close(fd)
             raise TransportError(f"{self.worker}: cannot get {size_bytes} bytes of shared memory: {error}") from error
         self._files[memory.ctypes.data] = fd, memory
         return memory
