@@ -63,12 +63,23 @@ def name_elements(
         Result, one an element; those that are not negative are left as they are, those not found stay negative.
     """
     period = len(table)
-    last_step = 1
+    last_step, last_index, last_place = 1, 0, 0
     for number in range(len(elements)):
         if places[number] >= 0:
             continue
         index = elements[number]
         column = index % width
+        # Mostly an element goes on where the last one was found: no need to search then.
+        place = (last_place + last_step * (index - last_index)) % period
+        for way in (1, -1):
+            step = last_step if way == 1 else period - last_step
+            if (width - column if way == 1 else column + 1) >= window and _goes_on(
+                live, index, way, table, place, step, 0, window
+            ):
+                places[number] = place
+                break
+        if places[number] >= 0:
+            continue
         first, stop = _bounds(ranked, live[index])
         for attempt in range(4):
             way = 1 if attempt % 2 == 0 else -1
@@ -91,6 +102,8 @@ def name_elements(
                         break
                 if places[number] >= 0:
                     break
+        if places[number] >= 0:
+            last_index, last_place = index, places[number]
 
 
 @kernel

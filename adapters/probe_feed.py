@@ -212,7 +212,8 @@ class _Bank:
         if dtype is None or not elements:
             return self.copy(position)
         start = self._offsets[position] * buffer.itemsize
-        return torch.frombuffer(buffer, dtype=dtype, count=elements, offset=start).view(shape)
+        # Not a view of another tensor, and a good deal faster to make than one.
+        return torch.frombuffer(buffer, dtype=dtype, count=elements, offset=start).resize_(shape)
 
     def copy(self, position: int) -> torch.Tensor:
         """A checkpoint tensor in memory of its own."""

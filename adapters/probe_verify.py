@@ -37,7 +37,7 @@ _WIDE_FLOATS = {"F16": (5, 10), "BF16": (8, 7), "F32": (8, 23), "F64": (11, 52)}
 _BYTES = {"F8_E4M3": (0x7E, 0x08, 0x77), "F8_E5M2": (0x7B, 0x20, 0x5B), "I8": (0x7F, 1, 120), "U8": (0x7F, 1, 120)}
 """The largest finite pattern without the top bit; first and last of the narrow range."""
 _SEED = 0x7EA_5EED
-_PART_ELEMENTS = 1 << 22
+_PART_ELEMENTS = 1 << 24
 _FEW_RUNS = 1 << 16
 
 
