@@ -207,6 +207,7 @@ def test_a_parameter_that_moved_is_refused_until_connect(tmp_path: Path) -> None
 
 def test_a_trainer_that_dies_while_it_is_copied_from_leaves_the_engine_torn(tmp_path: Path) -> None:
     """Its memory is there as long as it is mapped, but it says no more that it was not given back."""
+    before = mapped_files()
     with job(tmp_path, "file_descriptor") as (other, one):
         other.ask("connect")
         other.ask("send", 1)
@@ -222,6 +223,7 @@ def test_a_trainer_that_dies_while_it_is_copied_from_leaves_the_engine_torn(tmp_
         wait_for(lambda: one.adapter.state.name == "TORN")
         assert not one.updates or one.updates[-1].version == 1
         assert one.errors
+    assert mapped_files() == before
 
 
 def test_where_a_file_cannot_be_opened_its_parameters_are_read_and_connect_says_why(

@@ -82,11 +82,13 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
 
     def close(self) -> None:
         """See `Transport.close`; what reads have begun ends first, and until then says so to whoever asks."""
-        for transfer in list(self._writes.values()):
-            if transfer.reading is not None:
-                transfer.reading.stop()
+        readings = [each.reading for each in list(self._writes.values()) if each.reading is not None]
+        for reading in readings:
+            reading.stop()
         self._readers.shutdown()
         self._lent_files.clear()  # nobody looks at them any more
+        for reading in readings:
+            reading.mappings = ()
         super().close()
 
     def _allocate(self, size_bytes: int) -> Memory:
