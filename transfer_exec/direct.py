@@ -40,6 +40,9 @@ LEAST_BYTES = 4096
 LEAST_MAPPED_BYTES = 512
 """The same out of memory that the reader maps: copying would pay for any length, but each run is 64 bytes of tables."""
 
+MOST_SHORT_RUNS = 1 << 20
+"""Runs too short to be read that a worker may have; if it has more, they stay in the rounds, which have templates."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Near:
@@ -257,7 +260,8 @@ class _Loads:
         copied = (rows[:, Column.CODE] >= 0) & (rows[:, Column.CODE] < len(COPY_WIDTHS))
         size = rows[:, Column.LENGTH] * self.item_bytes[rows[:, Column.BUFFER]]
         good: npt.NDArray[np.bool_] = fit[rows[:, Column.TENSOR]] & even & copied & (size >= near.shortest_bytes)
-        return good
+        short = good & (size < near.least_bytes)
+        return good & ~short if int(rows[short, Column.COUNT].sum()) > MOST_SHORT_RUNS else good
 
     def _lines(self, rows: IdArray) -> IdArray:
         counts = rows[:, Column.COUNT]

@@ -124,6 +124,17 @@ def test_shared_tensors_have_a_shortest_run_of_their_own() -> None:
         assert moves.bytes == 256 + 32 * (len(rows) - 2), "an id that is needed twice is counted once"
 
 
+def test_too_many_short_runs_stay_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows of 32 bytes of a shared tensor; long runs of the same worker are direct all the same."""
+    plan, maps = planned({"trainer/0": {"a": A, "b": B}}, {"engine/0/0": {"p": A[:4, :8], "q": B}})
+    near = Near(maps, {}, 256, 32, {"trainer/0": ["a", "b"]})
+    for most, rows in ((4, 5), (3, 1)):
+        monkeypatch.setattr("transfer_exec.direct.MOST_SHORT_RUNS", most)
+        division = divide(plan, near)
+        assert len(division.moves["trainer/0", "engine/0/0"].rows) == rows
+        assert bool(division.rest.routes) is (rows == 1)
+
+
 def test_a_worker_that_forwards_gets_its_part_in_rounds() -> None:
     """Two ranks of one node: the first receives for both and forwards, so it is not direct; alone it is."""
     plan, maps = planned({"trainer/0": {"a": A}}, {"engine/0/0": {"p": A}, "engine/0/1": {"p": A}}, workers_per_node=2)
