@@ -59,6 +59,23 @@ def test_writes_land_where_the_descriptors_say(make: Maker) -> None:
     assert np.array_equal(target, expected)
 
 
+def test_large_writes_touch_no_byte_beside_them(make: Maker) -> None:
+    """More than a cache holds, which is stored another way; every end is off a cache line."""
+    a, b, *_ = pair(make)
+    source, target = a.allocate(9 << 20), b.allocate(9 << 20)
+    handle = a.register("LARGE", source)
+    b.register("LARGE", target)
+    a.connect(b.endpoint("plan"))
+    source[:] = np.random.default_rng(0).integers(0, 256, source.nbytes, dtype=np.uint8)
+    target[:] = 0xEE
+    pieces = [(3, 1, 5_000_001), (5_000_010, 5_000_100, 4_000_003), (0, 9_300_000, 1), (70, 9_300_003, 63)]
+    assert a.finished(a.write(handle, "b", "LARGE", rows(*pieces)))
+    expected = np.full(target.nbytes, 0xEE, dtype=np.uint8)
+    for begin, to, size in pieces:
+        expected[to : to + size] = source[begin : begin + size]
+    assert np.array_equal(target, expected)
+
+
 def test_flags_carry_numbers_and_tags(make: Maker) -> None:
     a, b, _, _ = pair(make)
     assert [b.flag(0), b.flag(1)] == [Flag(0, 0), Flag(0, 0)]

@@ -45,6 +45,8 @@ from transfer_exec.transport.stretches import MAPPED, Stretches
 _HEADER_BYTES = 64
 _FLAG_BYTES = 16
 _FOREIGN = "process"
+_STREAMED_BYTES = 8 << 20
+"""A write of this size is not found in the cache by whoever assembles it."""
 _READERS = 4
 """Most threads that read; one keeps a quarter of a large socket's memory busy."""
 
@@ -154,7 +156,7 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
     def _post(self, peer: Endpoint, region: str, rows: IdArray) -> None:
         pid = self._reached[peer.worker].foreign.get(region)
         if pid is None:
-            copy_ranges(np.ascontiguousarray(rows), False)
+            copy_ranges(np.ascontiguousarray(rows), int(rows[:, 2].sum()) >= _STREAMED_BYTES)
         else:
             write_process(pid, rows)
 
