@@ -17,14 +17,16 @@ from transfer_exec.kernels._pieces import copy_piece
 from transfer_exec.kernels._vectors import fence
 
 _BLOCK = 2048
+_KEPT_BYTES = 1 << 14
 
 
 @kernel
 def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBase]) -> None:
     """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache."""
-    for start in range(0, len(live), _BLOCK):
-        source = live[start : start + _BLOCK]
-        copy_piece(kept[start : start + _BLOCK].ctypes.data, source.ctypes.data, source.nbytes, True)
+    block = _KEPT_BYTES // live.itemsize
+    for start in range(0, len(live), block):
+        source = live[start : start + block]
+        copy_piece(kept[start : start + block].ctypes.data, source.ctypes.data, source.nbytes, True)
         for index in range(len(source)):
             source[index] = value
     fence()

@@ -322,6 +322,7 @@ def test_what_loaders_see() -> None:
         load_both(live, weights)
         for tensor in weights.values():
             assert tensor.data_ptr() % 64 == 0
+            assert not tensor._is_view()
             assert tensor.storage_offset() == 0
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
             assert tensor.is_contiguous()
