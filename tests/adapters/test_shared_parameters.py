@@ -25,6 +25,8 @@ from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.crew import Crew, Rollout, compile_kernels, wait_for
 from tests.adapters.toy import Holding, Pairs, same_bits
 
+pytestmark = pytest.mark.processes
+
 SHAPES = {"columns": (64, 1024), "views.a": (3000,), "views.b": (40, 50), "private": (64, 64), "tiny": (8,)}
 SPACE = CheckpointSpace([TensorSpec(name, shape, "F32") for name, shape in SHAPES.items()])
 SHARED = ("columns", "views.a", "views.b")
