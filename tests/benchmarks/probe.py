@@ -12,7 +12,8 @@
     correspond 512          Kimi-K2 on 256 trainer and 256 rollout ranks, against 10 s
     memory correspond 512   that process's peak memory, against 3 GiB
 
-Tensors that are loaded are in memory already; layers share theirs. Peaks are taken in a process of their own.
+Tensors that a plain load reads are in memory already, each in its own (those of Kimi-K2 share one). Peaks are taken in
+a process of their own.
 """
 
 from __future__ import annotations
@@ -133,18 +134,12 @@ def probe_rows(size: str, layers: int, repeats: int = 5) -> list[Row]:
 def _probe_and_plain_load(layers: int, repeats: int) -> tuple[float, float]:
     """Medians; the worker's memory is free again afterwards."""
     space, live = moe_space(layers), moe_parameters(layers)
-    one = {spec.name: torch.full(spec.shape, 0.01, dtype=torch.bfloat16) for spec in moe_space(1).specs}
-    real = [(spec.name, one[_in_layer_0(spec.name)]) for spec in space.specs]
+    real = [(spec.name, torch.full(spec.shape, 0.01, dtype=torch.bfloat16)) for spec in space.specs]
     return interleaved_medians(
         lambda: probe(lambda weights: moe_load(live, weights), live, space),
         lambda: moe_load(live, real),
         repeats=repeats,
     )
-
-
-def _in_layer_0(name: str) -> str:
-    parts = name.split(".")
-    return ".".join([parts[0], "0", *parts[2:]]) if parts[0] == "layers" else name
 
 
 Worker = tuple[LoadWeights, Live, CheckpointSpace]
