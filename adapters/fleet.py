@@ -251,6 +251,7 @@ class Fleet:
         """
         if self.connection is None or self.intent is None:
             raise StaleError("send_weights before connect; call connect(engines) on every trainer rank first")
+        self._steps.wait_back(self.engines)
         groups = self.present_engines()
         gone = [group for group in self.engines if group not in groups]
         if not groups:

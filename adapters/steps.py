@@ -40,6 +40,9 @@ _NOTE_MARGIN_S = 15.0
 _NEWS_S = 1.5
 """Until news of a process that has died is here: longer than two pings."""
 
+_BACK_WITHIN_S = 3.0
+"""A worker that has lost nothing but its connection has another by then: longer than an attempt to find its parent."""
+
 SILENT = (DeadlineError.__name__, LostWorkerError.__name__)
 """Failures of engines that are not waited for again, until a connect names them."""
 
@@ -128,6 +131,8 @@ class Steps:
         self._asked: Counter[str] = Counter()
         self.rosters: dict[str, Roster] = {}
         self.calls: dict[str, Call] = {}
+        # Engines that had all ranks and lack some, or are gone; CLOCK_MONOTONIC.
+        self._lost_at: dict[str, float] = {}
         self.gone: set[str] = set()
         self.idle: set[str] = set()
 
@@ -269,6 +274,20 @@ class Steps:
             if group != TRAINERS and not is_complete(self.rosters.get(group))
         }
 
+    def wait_back(self, groups: Iterable[str]) -> None:
+        """Give those of some engines that were lost a moment ago, maybe with their connection only, time to come back.
+
+        Whether a process has died or a connection broke cannot be told apart, so an update that begins right after a
+        death waits as well, three seconds at most.
+        """
+        away = set(groups)
+        while away := away & self._lost_at.keys():
+            left_s = max(self._lost_at[group] for group in away) + _BACK_WITHIN_S - time.monotonic()
+            if left_s <= 0:
+                return
+            self.note("joining again")
+            self.listen(left_s)
+
     def blame(self, failures: Mapping[str, Failure]) -> dict[str, Failure]:
         """Which engines to leave out: those that are gone, if that is why others failed; else those that failed.
 
@@ -386,12 +405,19 @@ class Steps:
     def _sort(self, item: FromLead | GroupLost | None) -> None:
         match item:
             case Roster(group=group):
-                if is_complete(item) and not is_complete(self.rosters.get(group)):
+                was_complete = is_complete(self.rosters.get(group))
+                if is_complete(item):
+                    self._lost_at.pop(group, None)
+                if is_complete(item) and not was_complete:
                     log_event("joined", group, max((m.version for m in item.members if m.version), default=None))
+                elif was_complete and not is_complete(item):
+                    self._lost_at[group] = time.monotonic()
                 if group == TRAINERS:
                     self._note_trainers(item)
                 self.rosters[group] = item
             case GroupLost(group, reason):
+                if is_complete(self.rosters.get(group)):
+                    self._lost_at[group] = time.monotonic()
                 if self.rosters.pop(group, None) is not None:
                     log_event("lost", group, level=logging.WARNING, why=reason)
             case Call(worker=worker, after=after) if after >= self._last_ended:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from adapters.duty_messages import Stay
@@ -46,6 +49,27 @@ def test_an_engine_that_has_joined_again_stays_joined_when_its_loss_is_found_out
         steps.run({ENGINE: (Stay(),)})
     steps.listen(0.0)
     assert is_complete(steps.rosters.get(ENGINE))
+
+
+def test_an_engine_that_lost_its_connection_a_moment_ago_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is back, or it is not: then the others go on, and do not wait for it again."""
+    steps = Steps(lambda group, message: None, deadline_s=5.0)
+    hear(steps, roster("1"))
+    steps.hear(GroupLost(ENGINE, "its connection closed"))
+    steps.listen(0.0)
+    later = threading.Timer(0.2, steps.hear, (roster("1"),))
+    later.start()
+    steps.wait_back([ENGINE])
+    later.join()
+    assert is_complete(steps.rosters.get(ENGINE))
+    monkeypatch.setattr("adapters.steps._BACK_WITHIN_S", 1.0)
+    steps.hear(GroupLost(ENGINE, "its connection closed"))
+    steps.listen(0.0)
+    for least_s, most_s in ((0.7, 10.0), (0.0, 0.7)):
+        begun = time.monotonic()
+        steps.wait_back([ENGINE, "engine/b"])
+        assert least_s <= time.monotonic() - begun < most_s
+    assert not is_complete(steps.rosters.get(ENGINE))
 
 
 def test_a_call_of_a_trainer_that_joined_while_a_transaction_was_open_waits_for_the_next() -> None:
