@@ -302,18 +302,23 @@ class Program:
                     names.extend(sources)
                 case _:
                     pass
-        names += [offer.peer for offer in self.offers] + [fetch.peer for fetch in self.fetches]
+        names += [each.peer for each in self.direct_steps]
         return tuple(dict.fromkeys(names))
+
+    @property
+    def direct_steps(self) -> tuple[Offer | Fetch, ...]:
+        """Direct moves from this worker and to it."""
+        return (*self.offers, *self.fetches)
 
     @property
     def direct_bytes(self) -> int:
         """Payload bytes that are read from this worker or by it."""
-        return sum(offer.bytes for offer in self.offers) + sum(fetch.bytes for fetch in self.fetches)
+        return sum(each.bytes for each in self.direct_steps)
 
     @property
     def mapped_bytes(self) -> int:
         """Of the direct bytes, those that come out of memory that readers have mapped."""
-        return sum(offer.mapped_bytes for offer in self.offers) + sum(fetch.mapped_bytes for fetch in self.fetches)
+        return sum(each.mapped_bytes for each in self.direct_steps)
 
     @property
     def receives(self) -> bool:

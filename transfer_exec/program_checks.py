@@ -105,8 +105,7 @@ def _check_direct(program: Program) -> None:
     flags = [each.flag for each in program.fetches] + [each.done for each in program.offers]
     theirs = [each.done for each in program.fetches] + [each.flag for each in program.offers]
     good = all(0 <= flag < program.flags for flag in flags) and all(number >= 0 for number in theirs)
-    good = good and all(0 <= each.mapped_bytes <= each.bytes for each in program.offers)
-    good = good and all(0 <= each.mapped_bytes <= each.bytes for each in program.fetches)
+    good = good and all(0 <= each.mapped_bytes <= each.bytes for each in program.direct_steps)
     good = good and all(0 <= position < len(program.tensors) for position in program.lent)
     good = good and len(program.fetch_rows) == len(program.fetches) and bool(program.lent) == bool(program.offers)
     good = good and set(program.mapped) <= set(program.lent)

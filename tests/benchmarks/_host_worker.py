@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from layout_algebra.source_map import SourceMap
 from transfer_exec.executor import Executor
 from transfer_exec.program import Program
 from transfer_exec.transport.base import Endpoint
+from transfer_exec.transport.shared_files import map_file
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
@@ -46,7 +46,7 @@ def _shared(array: np.ndarray) -> np.ndarray:
     """A copy in a memory file, which is where ``Tensor.share_memory_`` puts one."""
     fd = os.memfd_create("benchmark")
     os.ftruncate(fd, array.nbytes)
-    out = np.frombuffer(mmap.mmap(fd, array.nbytes), dtype=array.dtype).reshape(array.shape)
+    out = map_file(fd, array.nbytes).view(array.dtype).reshape(array.shape)
     out[...] = array
     return out
 

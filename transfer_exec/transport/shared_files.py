@@ -130,11 +130,15 @@ def make_shared(name: str, size_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         # Reserves the pages: without it a host that is full would kill the process at the first write.
         os.posix_fallocate(fd, 0, size_bytes)
-        mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return fd, map_file(fd, size_bytes)
     except OSError:
         os.close(fd)
         raise
-    return fd, np.frombuffer(mapped, dtype=np.uint8)
+
+
+def map_file(fd: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """A file from its beginning, to be read and written, faulted in; OSError if the system does not map it."""
+    return np.frombuffer(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=np.uint8)
 
 
 def map_places(places: Sequence[FilePlace], sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:

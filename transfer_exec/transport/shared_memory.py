@@ -19,7 +19,6 @@ before the next write to it: it clears its incarnation when it closes, and a pro
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import weakref
@@ -39,7 +38,7 @@ from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
 from transfer_exec.transport.queues import Bases
-from transfer_exec.transport.shared_files import make_shared, map_places
+from transfer_exec.transport.shared_files import make_shared, map_file, map_places
 from transfer_exec.transport.stretches import MAPPED, Stretches
 
 _HEADER_BYTES = 64
@@ -319,11 +318,6 @@ def _check_readable(worker: str, where: str, addresses: IdArray) -> None:
         raise UnreadableError(f"{worker}: its memory cannot be read with process_vm_readv: {refused}")
 
 
-def _map(fd: int, size_bytes: int) -> Memory:
-    mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return np.frombuffer(mapped, dtype=np.uint8)
-
-
 def _open(worker: str, address: str, size_bytes: int, files: dict[str, Memory]) -> Memory:
     """A stretch of a peer's file, which is mapped once, after checking that it is the one the address means."""
     file, _, start = address.rpartition("/")
@@ -359,7 +353,7 @@ def _map_peer(worker: str, pid: int, fd: int, inode: int) -> Memory:
                 f"{worker}: file {fd} of process {pid} has inode {found.st_ino}; the endpoint says {inode}; exchange "
                 "endpoints again"
             )
-        return _map(opened, found.st_size)
+        return map_file(opened, found.st_size)
     except OSError as error:
         raise TransportError(f"{worker}: cannot map memory of process {pid}: {error}") from error
     finally:
