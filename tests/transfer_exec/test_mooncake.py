@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -124,6 +125,14 @@ class Peer:
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.join(30)
+        if number == signal.SIGSTOP:
+            # Its threads stop one after the other, and one that has not yet still answers.
+            threads = Path(f"/proc/{self.process.pid}/task")
+            wait_for(lambda: all(_is_stopped(thread) for thread in threads.iterdir()))
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @contextmanager
