@@ -81,7 +81,7 @@ class Fleet:
     maps
         Source maps by digest.
     engines
-        Connected engines by group.
+        Connected engines by group; those that are gone count too, and are reached again when they are back.
     intent, topology, connection
         Of the connect that succeeded last; None before.
     trainers
@@ -239,8 +239,14 @@ class Fleet:
         self.bound = True
         return {}
 
-    def connected_engines(self) -> list[str]:
-        """Engines that an update reaches; those that are gone are left out, with a new plan for the others.
+    def reach(self) -> tuple[list[str], dict[str, str]]:
+        """Find the connected engines that an update reaches, with a new plan if they are others than before.
+
+        Returns
+        -------
+        list of str, dict
+            Those that are there, and why each of the others is left out; it is taken in again by itself when the
+            processes that were connected are back.
 
         Raises
         ------
@@ -253,17 +259,14 @@ class Fleet:
             raise StaleError("send_weights before connect; call connect(engines) on every trainer rank first")
         self._steps.wait_back(self.engines)
         groups = self.present_engines()
-        gone = [group for group in self.engines if group not in groups]
+        left_out = {group: self._why_gone(group) for group in self.engines if group not in groups}
         if not groups:
-            raise LostWorkerError(f"{', '.join(gone)}: gone since connect; start it again and call connect")
-        if gone:
-            for group in gone:
-                log_event(
-                    "left_out", group, self.engines[group].version, level=logging.WARNING, why="gone since connect"
-                )
-            self.engines = {group: self.engines[group] for group in groups}
+            told = "; ".join(f"{group}: {why}" for group, why in left_out.items())
+            raise LostWorkerError(f"{told}; start it again and call connect")
+        for group, why in left_out.items():
+            log_event("left_out", group, self.engines[group].version, level=logging.WARNING, why=why)
         self.route(groups)
-        return groups
+        return groups, left_out
 
     def route(self, groups: Sequence[str]) -> None:
         """Plan for exactly these engines, and for the trainers that are there, unless the plan at hand is that.
@@ -328,6 +331,14 @@ class Fleet:
         self.engines, self._routed = engines, set(engines)
         there = {member.worker: member.incarnation for member in rosters[TRAINERS].members}
         self.trainers = {worker: there.get(worker, "") for worker in connection.holders}
+
+    def _why_gone(self, group: str) -> str:
+        roster = self._steps.rosters.get(group)
+        if is_complete(roster):
+            return "started again since connect"
+        here = {member.worker for member in roster.members} if roster else set()
+        lacking = ", ".join(rank for rank in self.ranks(group) if rank not in here)
+        return f"{lacking} gone since connect" if here else "gone since connect"
 
     def _near(self, connection: Connection) -> Near:
         """Who reaches whose parameters, as far as has been said and seen."""

@@ -213,11 +213,11 @@ class Uplink:
         return any(event & (_BROKEN | _REFUSED) for event in happened)
 
     def close(self) -> None:
-        """End the attempt or the connection."""
+        """End the attempt or the connection; the greeting of an attempt that is over must not arrive later."""
         if self._socket is not None and self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
-            self._socket.close(_LINGER_MS)
+            self._socket.close(_LINGER_MS if self.joined else 0)
         self._socket = self._monitor = None
         self.joined = False
 

@@ -44,7 +44,7 @@ _BACK_WITHIN_S = 3.0
 """A worker that has lost nothing but its connection has another by then: longer than an attempt to find its parent."""
 
 SILENT = (DeadlineError.__name__, LostWorkerError.__name__)
-"""Failures of engines that are not waited for again, until a connect names them."""
+"""Failures of engines that are gone, or there and do not answer."""
 
 _FROZEN_LEAD_S = 2.0
 """Beyond the deadline, which leads keep themselves; the engines that wait are patient for somewhat longer."""

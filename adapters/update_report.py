@@ -26,6 +26,7 @@ def gather_report(
     *,
     verify: str,
     parents: Mapping[str, int | None],
+    left_out: Mapping[str, str],
 ) -> TransferReport:
     """Combine the results of an update's steps.
 
@@ -39,6 +40,8 @@ def gather_report(
         How the bits were compared.
     parents
         What each engine had confirmed before.
+    left_out
+        Engines that are connected and were gone, and how.
 
     Raises
     ------
@@ -65,7 +68,8 @@ def gather_report(
         if isinstance(result, Published):
             events[worker] = WorkerEvents((Stall(*result.stall),), ready_at=result.stall[1])
     opaque = {worker: source_map.opaque for worker, source_map in connection.needers.items()}
-    report = replace(combine_reports(connection.plan, reports, events=events, opaque=opaque), parents=parents)
+    combined = combine_reports(connection.plan, reports, events=events, opaque=opaque)
+    report = replace(combined, parents=parents, left_out=left_out)
     if verify == "off":
         return report
     return replace(report, verification=verify, verify_s=verify_s, verify_from=verify_from)

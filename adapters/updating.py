@@ -36,10 +36,14 @@ from adapters.paths import Answers, Path
 from adapters.steps import SILENT, STOP, TRAINERS, Say, Steps
 from adapters.update_report import gather_report, report_bytes
 from adapters.verification import Digests, check_digests, check_holders
+from transfer_exec.errors import DeadlineError
 
 __all__ = ["update"]
 
 _ASSESS_WITHIN_S = 5.0
+
+_HANGS = DeadlineError.__name__
+"""The failure of an engine that is there and does not answer: it would hold up every update."""
 
 
 def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: bool) -> None:
@@ -50,7 +54,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     TransferError, LayoutError
         Whatever keeps it from beginning; nothing was written.
     """
-    groups = fleet.connected_engines()
+    groups, left_out = fleet.reach()
     for group in groups:
         known = fleet.engines[group].version
         if known is not None and version <= known:
@@ -93,10 +97,10 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
     fleet.bound = not failures
     if failures or refused:
         fine = [group for group in groups if group in landed]
-        failure = _joined(version, refused | failures, fine)
+        failure = _joined(version, refused | failures, fine, left_out)
         silent = _give_up(steps, failure, [group for group in groups if group in failures])
         if fine:
-            fleet.forget([*(group for group, why in refused.items() if why.kind in SILENT), *silent])
+            fleet.forget([*(group for group, why in refused.items() if why.kind == _HANGS), *silent])
         return
     report = gather_report(
         connection,
@@ -104,6 +108,7 @@ def update(fleet: Fleet, steps: Steps, version: int, metadata: bytes, *, trace: 
         *(fleet.by_worker({group: one[step] for group, one in landed.items() if one[step]}) for step in range(3)),
         verify=intent.verify,
         parents=parents,
+        left_out=left_out,
     )
     steps.end(TRAINERS, None, report_bytes(report))
 
@@ -249,7 +254,8 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> list[str]
     Returns
     -------
     list of str
-        Engines that are silent. One that says that it waited for another in vain is not, nor one that a rank has left.
+        Engines that are there and silent. One that says that it waited for another in vain is not, nor one that a rank
+        has left.
     """
     assessed, unheard = steps.run_each(dict.fromkeys(groups, (Assess(),)), within_s=_ASSESS_WITHIN_S)
     for group in groups:
@@ -258,12 +264,13 @@ def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> list[str]
         log_event("torn" if torn else "not_updated", group, level=logging.WARNING, why=str(failure))
         steps.end(group, failure, torn=torn)
     steps.end_all(failure)
-    return [group for group, why in unheard.items() if why.kind in SILENT]
+    return [group for group, why in unheard.items() if why.kind == _HANGS]
 
 
-def _joined(version: int, failures: Mapping[str, Failure], fine: Sequence[str]) -> Failure:
+def _joined(version: int, failures: Mapping[str, Failure], fine: Sequence[str], left_out: Mapping[str, str]) -> Failure:
     """One failure that tells of all, and of who has the version nevertheless."""
     first = next(iter(failures.values()))
     texts = dict.fromkeys(str(failure) for failure in failures.values())
     has = f"; {', '.join(fine)} has version {version}" if fine else ""
-    return Failure(first.kind, "", f"version {version}: {'; '.join(texts)}{has}")
+    without = "".join(f"; {group} was left out: {why}" for group, why in left_out.items())
+    return Failure(first.kind, "", f"version {version}: {'; '.join(texts)}{has}{without}")

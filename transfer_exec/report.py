@@ -198,6 +198,9 @@ class TransferReport:
     parents
         By engine, the version that it had confirmed before; None before its first. An engine that is not here did not
         get this version.
+    left_out
+        By engine, why it did not, though it is connected: it was gone when the update began. It is taken in again by
+        itself when its processes are back.
     """
 
     version: int
@@ -214,6 +217,7 @@ class TransferReport:
     verify_from: Mapping[str, float] = field(default_factory=dict)
     stalls: Mapping[str, tuple[Stall, ...]] = field(default_factory=dict)
     parents: Mapping[str, int | None] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ratio_to_bound(self) -> float | None:
@@ -278,6 +282,7 @@ class TransferReport:
             direct = f"; {report.direct_bytes:,} of them directly" if report.direct_bytes else ""
             direct += f" ({report.mapped_bytes:,} mapped)" if report.mapped_bytes else ""
             lines.append(f"  {worker}: sent {sent}; received {received}{direct}")
+        lines += [f"  {engine}: left out: {why}" for engine, why in self.left_out.items()]
         lines += [
             f"  {worker}: {len(names)} opaque parameters: {', '.join(names)}" for worker, names in self.opaque.items()
         ]

@@ -15,7 +15,7 @@ from adapters.failures import HookError, LostWorkerError, StaleError
 from adapters.probing import probe
 from adapters.sender import SenderAdapter
 from layout_algebra.source_map import SourceMap
-from tests.adapters.simulation import DEADLINE_S, REPORT, Simulation, simulated
+from tests.adapters.simulation import DEADLINE_S, HANGS_S, REPORT, Simulation, simulated
 from tests.adapters.toy import SPACE, rollout, trainer
 from transfer_exec.errors import DeadlineError, TransferError
 
@@ -73,6 +73,20 @@ def send(job: Simulation, version: int, workers: tuple[str, ...] = ()) -> list[o
 
 def versions(job: Simulation, engine: str) -> set[int | None]:
     return {receiver.version for receiver in job.receivers(f"engine/{engine}").values()}
+
+
+def break_off(job: Simulation, worker: str) -> Callable[[], None]:
+    """Break a rollout's connection to its parent, and let it find the parent again only when this is called."""
+    (line,) = [line for line in job.network.connections if line.child.worker == worker]
+    name = line.child.parent or ""
+    parent = job.network.names.pop(name)
+    job.network.cut(line)
+
+    def come_back() -> None:
+        job.network.names[name] = parent
+        job.drain()
+
+    return come_back
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -166,6 +180,38 @@ def test_a_trainer_that_died_before_connect_is_planned_around(replicas: Simulati
     replicas.crash("trainer/1")
     assert connect(replicas, "a", "b").engines == ("a", "b")
     assert send(replicas, 1) == [REPORT]
+
+
+@pytest.mark.parametrize("lost", ["engine/b/0", "engine/b/1"])
+def test_an_engine_whose_connection_broke_is_taken_in_again_by_itself(job: Simulation, lost: str) -> None:
+    connect(job, "a", "b")
+    assert send(job, 1) == [REPORT] * 2
+    come_back = break_off(job, lost)
+    assert send(job, 2) == [REPORT] * 2
+    assert (versions(job, "a"), versions(job, "b")) == ({2}, {1})
+    come_back()
+    assert send(job, 3) == [REPORT] * 2
+    assert (versions(job, "a"), versions(job, "b")) == ({3}, {3})
+
+
+@pytest.mark.parametrize("lost", ["engine/b/0", "engine/b/1"])
+@pytest.mark.parametrize("duty", ["Prepare", "Transfer", "Publish"])
+def test_an_engine_whose_connection_breaks_in_an_update_is_taken_in_again_by_itself(
+    job: Simulation, duty: str, lost: str
+) -> None:
+    connect(job, "a", "b")
+    job.faults["engine/b/1", duty] = "hang"
+    for worker, sender in job.senders().items():
+        job.callers[worker].order(lambda sender=sender: sender.send_weights(1).result())  # type: ignore[misc]
+    job.run(lambda: not job.faults, within_s=LONGEST_S)
+    come_back = break_off(job, lost)
+    job.run(lambda: not any(job.callers[worker].busy for worker in job.senders()), within_s=LONGEST_S)
+    assert all(isinstance(job.callers[worker].results[-1], LostWorkerError) for worker in job.senders())
+    come_back()
+    awake_at = job.scheduler.now + HANGS_S
+    job.run(lambda: job.scheduler.now > awake_at, within_s=2 * HANGS_S)
+    assert send(job, 2) == [REPORT] * 2
+    assert (versions(job, "a"), versions(job, "b")) == ({2}, {2})
 
 
 @pytest.mark.parametrize("staging", [(), ("engine/a", "engine/b")], ids=["plain", "staging"])

@@ -106,7 +106,7 @@ class Protocol(RuleBasedStateMachine):
 
     def left_out(self, engine: str) -> bool:
         root = self.job.adapters.get("trainer/0")
-        return not isinstance(root, SenderAdapter) or engine not in root._station.conductor._fleet.engines  # type: ignore[union-attr]
+        return not isinstance(root, SenderAdapter) or engine not in root._station.conductor._fleet._routed  # type: ignore[union-attr]
 
     # What happens by itself
 

@@ -24,6 +24,7 @@ from adapters.receiver import ReceiverAdapter, State
 from tests.adapters.crew import Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, Pairs, copy_of, rollout, same_bits, trainer
 from transfer_exec.errors import DeadlineError, TransportError
+from transfer_exec.report import TransferReport
 
 
 def test_metadata_arrives_as_plain_values(tmp_path: Path) -> None:
@@ -324,13 +325,16 @@ def test_an_engine_that_left_is_left_out(tmp_path: Path) -> None:
         crew.send(1)
         crew.rollouts.pop("b/0").leave()
         time.sleep(0.1)
-        crew.send(2)
+        for report in crew.send(2):
+            assert isinstance(report, TransferReport)
+            assert (report.parents, report.left_out) == ({"engine/a": 1}, {"engine/b": "gone since connect"})
+            assert "engine/b: left out: gone since connect" in str(report)
         assert crew.rollouts["a/0"].adapter.version == 2
         crew.rollouts.pop("a/0").leave()
         time.sleep(0.1)
         outcome = crew.trainers(lambda sender, rank: sender.send_weights(3))[0]
         assert isinstance(outcome.error, LostWorkerError)
-        assert "engine/a" in str(outcome.error)
+        assert "engine/a: gone since connect; engine/b: gone since connect" in str(outcome.error)
 
 
 def test_a_returned_engine_gets_a_full_copy(tmp_path: Path) -> None:
@@ -339,11 +343,16 @@ def test_a_returned_engine_gets_a_full_copy(tmp_path: Path) -> None:
         crew.send(1)
         crew.rollouts.pop("b/0").leave()
         crew.start_engine("b", [rollout(0, 1)])
+        crew.rollouts["b/0"].adapter._station.wait_joined()
+        report = crew.trainers(lambda sender, rank: sender.send_weights(2).result())[0].value
+        assert report is not None
+        assert report.left_out == {"engine/b": "started again since connect"}
+        assert not crew.rollouts["b/0"].adapter.ready
         crew.connect()
-        crew.send(2)
+        assert crew.send(3)[0].left_out == {}  # type: ignore[attr-defined]
         one = crew.rollouts["b/0"]
-        assert one.adapter.version == 2
-        assert same_bits(one.holding.tensors, one.holding.expected(2))
+        assert one.adapter.version == 3
+        assert same_bits(one.holding.tensors, one.holding.expected(3))
 
 
 def test_a_trainer_that_leaves_ends_what_the_engines_wait_for(tmp_path: Path) -> None:

@@ -197,7 +197,8 @@ class SoakTrainer(_Process):
             tensor.fill_(-1)
         error = ""
         try:
-            pending.result()
+            left_out = pending.result().left_out
+            error = "; ".join(f"left out {engine}: {why}" for engine, why in left_out.items())
         except Exception as raised:  # noqa: BLE001 - whoever asked looks at it
             error = _words(raised)
         return Called((sent - began, time.monotonic() - sent), error)

@@ -33,6 +33,7 @@ LOST_AFTER_S = 12.0
 
 _RECOVER_S = 30.0
 _SETTLE_S = 2.0
+_AGAIN_S = 3.0
 _PAUSE_S = 0.01
 
 WORKERS = (
@@ -204,10 +205,14 @@ class Course:
         if trial.lasts_s is None and trial.back_after == 1:
             self._bring_back(trial)
         if self._can_send(trial):
-            self._update([number for number in range(TRAINERS) if number not in self._dead])
-            # Right after a trainer's absence engines may be absent too, which is no failure if the trainers are told.
-            if trial.victim >= TRAINERS or trial.fault == "kill" or not self._errors:
-                self._judge_survivors(trial)
+            there = [number for number in range(TRAINERS) if number not in self._dead]
+            self._update(there)
+            if self._errors and trial.victim < TRAINERS and trial.fault != "kill":
+                # Right after a trainer's absence engines may be absent too, which is no failure if the trainers are
+                # told and the next update reaches them.
+                time.sleep(_AGAIN_S)
+                self._update(there)
+            self._judge_survivors(trial)
         if trial.lasts_s is None and trial.back_after == 2:
             self._bring_back(trial)
         self._recover()
