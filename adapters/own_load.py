@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +33,7 @@ from adapters.torch_bits import Bits, as_bits, bits_view
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray
 from layout_algebra.residues import choose_codebook, holds_codes, plan_passes
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import OPAQUE, SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -266,7 +266,7 @@ def _codes(space: CheckpointSpace) -> Feeder:
         codebook = choose_codebook(space)
         first = plan_passes(codebook, space.total_elements)[0]
         tables, periods = {dtype: as_bits(codebook.table(dtype, first)) for dtype in dtypes}, [first.modulus]
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPool(1, "own load") as executor:
         feeder = Feeder(space, periods, executor)
         feeder.make_private()
         feeder.prepare(Pattern(tables))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import TypeAlias
 
 from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
@@ -21,6 +20,7 @@ from adapters.probe_worker import ProbedWorker
 from adapters.torch_bits import as_bits
 from layout_algebra.diff2 import Diff2, encode
 from layout_algebra.residues import Codebook, Pass, holds_codes
+from layout_algebra.signal_safe import ThreadPool
 
 MOST_THREADS = 8
 
@@ -119,11 +119,11 @@ def threads() -> int:
 
 
 def _encode_all(
-    executor: Executor, coded: Sequence[tuple[LiveTensor, Reading]], one_pass: Pass, limit_bytes: int
+    executor: ThreadPool, coded: Sequence[tuple[LiveTensor, Reading]], one_pass: Pass, limit_bytes: int
 ) -> dict[tuple[str, Reading], Diff2]:
     """Second differences of every tensor that can hold codes, in every way to read them."""
 
-    def encode_one(pair: tuple[LiveTensor, Reading], executor: Executor | None) -> Diff2:
+    def encode_one(pair: tuple[LiveTensor, Reading], executor: ThreadPool | None) -> Diff2:
         one, reading = pair
         return encode(
             one.bits(),

@@ -5,10 +5,10 @@ the periodic buffer that begins at the right phase is a tensor. Stretches begin 
 places of their own, so that to the loader they look like tensors that own their memory.
 
 >>> from layout_algebra.space import TensorSpec
->>> from concurrent.futures import ThreadPoolExecutor
+>>> from layout_algebra.signal_safe import ThreadPool
 >>> from adapters.torch_bits import bits_view
 >>> space = CheckpointSpace([TensorSpec("a", (3,), "F32"), TensorSpec("b", (2,), "F32")])
->>> feeder = Feeder(space, [5], ThreadPoolExecutor(1))
+>>> feeder = Feeder(space, [5], ThreadPool(1, "doctest"))
 >>> feeder.prepare(Pattern({"F32": np.arange(5, dtype=np.uint32) << 23}))
 >>> [(name, (bits_view(tensor) >> 23).tolist()) for name, tensor in feeder.feed()]
 [('a', [1, 2, 3]), ('b', [4, 0])]
@@ -17,7 +17,6 @@ places of their own, so that to the loader they look like tensors that own their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,6 +29,7 @@ from adapters.torch_bits import Bits, storage_type, tensor_of_bits, torch_dtype
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.residues import holds_codes
 from layout_algebra.runs import merge_intervals
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.space import CheckpointSpace, TensorSpec
 
 _ALIGN_BYTES = 64
@@ -100,7 +100,7 @@ class Feeder:
         Runs the fills and checks.
     """
 
-    def __init__(self, space: CheckpointSpace, periods: Sequence[int], executor: Executor) -> None:
+    def __init__(self, space: CheckpointSpace, periods: Sequence[int], executor: ThreadPool) -> None:
         self._space = space
         self._executor = executor
         self._private = False
@@ -171,7 +171,7 @@ class _Bank:
     """One buffer a dtype, filled with one pattern."""
 
     def __init__(
-        self, space: CheckpointSpace, members: Mapping[str, IdArray], lengths: Mapping[str, int], executor: Executor
+        self, space: CheckpointSpace, members: Mapping[str, IdArray], lengths: Mapping[str, int], executor: ThreadPool
     ) -> None:
         self._space = space
         self._members = members

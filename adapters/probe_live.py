@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -24,6 +23,7 @@ import torch
 from adapters._probe_kernels import keep_and_clear, stream_bits
 from adapters.torch_bits import Bits, bit_dtype, bits_view, dtype_name, storage_type
 from layout_algebra.errors import ParameterReplacedError, ProbeError
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.space import natural_key
 
 Parameters: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
@@ -161,7 +161,7 @@ class Keeper:
         Runs the copies.
     """
 
-    def __init__(self, live: tuple[LiveTensor, ...], executor: Executor) -> None:
+    def __init__(self, live: tuple[LiveTensor, ...], executor: ThreadPool) -> None:
         self._live = live
         self._executor = executor
         self._kept = _room_for(live)
@@ -198,7 +198,7 @@ class Keeper:
             self._holds_all = True
         except BaseException:
             # Also of an interrupt: parameters are half overwritten here, and nobody else can give them back.
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor.shutdown()
             for piece in self._pieces:
                 if piece.kept_already:
                     piece.give_back()

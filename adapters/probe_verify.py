@@ -12,7 +12,6 @@ opposite sign at every id. A copy must then hold its source value, converted to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -26,6 +25,7 @@ from adapters.probe_readings import Reading, shown
 from adapters.torch_bits import Bits, storage_type
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.residues import holds_codes
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.space import CheckpointSpace
 
@@ -188,7 +188,7 @@ class Claims:
         self._bad_constants = np.zeros(len(self.constants), dtype=np.uint8)
         self._bad_runs = np.zeros(len(self.runs), dtype=np.uint8)
 
-    def check_copies(self, live: Bits, prediction: Prediction, executor: Executor) -> Callable[[], None]:
+    def check_copies(self, live: Bits, prediction: Prediction, executor: ThreadPool) -> Callable[[], None]:
         """Begin to refute copies that do not hold what their ids predict; the result is to be called to finish."""
         rows, origin = self._parts
         flags = self._bad_copies[origin]

@@ -10,7 +10,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from types import GeneratorType
@@ -22,6 +21,7 @@ from adapters.probe_feed import Feeder
 from adapters.probe_live import Keeper, Parameters, check_same, find_live
 from adapters.probe_writes import WriteWatch
 from layout_algebra.errors import LayoutError, LoaderRaisedError, ProbeError
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.space import CheckpointSpace
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -69,7 +69,7 @@ class ProbedWorker:
         space: CheckpointSpace,
         agree: Callable[[int], int] | None,
         progress: Progress | None,
-        executor: Executor,
+        executor: ThreadPool,
         feeder: Feeder,
         total_loads: int,
     ) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -37,6 +36,7 @@ from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import LoaderWroteNothingError, ProbeError
 from layout_algebra.residues import choose_codebook, plan_passes
 from layout_algebra.runs import RunTable
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import ParameterMap, SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -127,7 +127,7 @@ def probe(
         )
     codebook = choose_codebook(space)
     passes = plan_passes(codebook, space.total_elements)
-    with ThreadPoolExecutor(threads(), thread_name_prefix="probe") as executor:
+    with ThreadPool(threads(), "probe") as executor:
         feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD], executor)
         if feeder.bank_bytes > memory_limit_bytes:
             raise ProbeError(

@@ -16,7 +16,6 @@ A rank that stages serves beside its caller: a thread of its own does the duties
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +45,7 @@ from adapters.messages import (
 )
 from adapters.probe_worker import Progress
 from adapters.promise import PollCounter, Standing
+from layout_algebra.signal_safe import Condition
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["Session"]
@@ -81,7 +81,7 @@ class Session:
         self._worker = worker
         self._send_up = send_up
         self._deadline_s = deadline_s
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._polls = PollCounter()
         self._txn = 0
         self._mail: deque[Ask] = deque()

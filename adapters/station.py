@@ -15,7 +15,6 @@ import contextlib
 import secrets
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -54,12 +53,14 @@ from adapters.planning import group_of
 from adapters.rendezvous import SENDER, Rendezvous
 from adapters.session import Session
 from adapters.steps import TRAINERS, GroupLost
+from layout_algebra.signal_safe import Condition
 from transfer_exec.errors import DeadlineError
 
 __all__ = ["Station", "host_identity"]
 
 _LONGEST_DEADLINE_S = 1e6
 _BEFORE_OTHERS = 100
+_LOOK_S = 0.1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -114,12 +115,13 @@ class Station:
         self._deadline_s = deadline_s
         self._incarnation = secrets.token_hex(8)
         self._host = host_identity()
-        self._joined = threading.Event()
+        self._meeting = Condition()
+        self._joined = is_root = rank == 0 and group == TRAINERS
         self.session = Session(self.worker, self._send_up, deadline_s=deadline_s, beside=beside)
         self._lead: GroupLead | None = None
         self.conductor: Conductor | None = None
         ranks = tuple(f"{group}/{each}" for each in range(world_size))
-        if rank == 0 and group == TRAINERS:
+        if is_root:
             self.conductor = Conductor(
                 ranks,
                 self._to_lead,
@@ -136,7 +138,6 @@ class Station:
                 clock=time.monotonic,
                 own_counter=lambda: self.session.counter,
             )
-        is_root = self.conductor is not None
         own_name = SENDER if group == TRAINERS else group
         self.meets_as = own_name if rank == 0 else self.worker
         parent = None if is_root else (SENDER if rank == 0 or group == TRAINERS else group)
@@ -149,8 +150,6 @@ class Station:
         )
         if self._lead is not None:
             self._lead.joined(self._member())
-        if is_root:
-            self._joined.set()
         self._post.start()
         if self.conductor is not None:
             self.conductor.start()
@@ -177,7 +176,7 @@ class Station:
             If it does not in time.
         """
         stop_at = time.monotonic() + self._deadline_s
-        while not self._joined.wait(min(0.1, max(0.0, stop_at - time.monotonic()))):
+        while not self._has_joined():
             self.check()
             if time.monotonic() >= stop_at:
                 raise DeadlineError(
@@ -290,11 +289,11 @@ class Station:
             self._lead.joined(self._member())
         else:
             self.session.joined(txn)
-        self._joined.set()
+        self._note_joined(True)
 
     def parent_lost(self, failure: Failure, *, final: bool) -> None:
         """The parent is gone, or will not have this worker."""
-        self._joined.clear()
+        self._note_joined(False)
         if final:
             self.session.stop(failure)
         elif self._lead is not None:
@@ -310,6 +309,16 @@ class Station:
         """Look at deadlines."""
         if self._lead is not None:
             self._lead.tick()
+
+    def _note_joined(self, joined: bool) -> None:
+        with self._meeting:
+            self._joined = joined
+            self._meeting.notify_all()
+
+    def _has_joined(self) -> bool:
+        """Whether the parent has said welcome; waits a moment for it."""
+        with self._meeting:
+            return self._joined or (self._meeting.wait(_LOOK_S) and self._joined)
 
     def _refusal(self, text: str) -> Failure:
         return failure_of(UsageError(f"{text}; give all ranks of a group one world_size and each its own rank"), "")

@@ -11,7 +11,6 @@ holds in a narrower dtype.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -27,6 +26,7 @@ from layout_algebra.correspondence import Correspondence
 from layout_algebra.dtypes import holds_every_value
 from layout_algebra.fingerprint import FingerprintPlan, Memory, plan_fingerprints
 from layout_algebra.runs import RunTable
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import SourceMap
 
 __all__ = ["Digests", "Proof", "cells_of", "check_digests", "check_holders", "plan_proof"]
@@ -83,7 +83,7 @@ class Proof:
             plan, of_staged = share
             return plan.sums(staged if of_staged else memory)
 
-        with ThreadPoolExecutor(len(self.shares)) as pool:
+        with ThreadPool(len(self.shares), "digests") as pool:
             found = pool.map(sums, self.shares)
             total = np.stack([*(each.sums() for each in self.beside), *found]).sum(axis=0, dtype=np.uint64)
         return dict(zip(self.numbers, total.tolist(), strict=True))

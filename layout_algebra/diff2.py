@@ -18,7 +18,6 @@ Elements that hold no code count as 0 there and are listed apart, with their bit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +28,7 @@ from layout_algebra._scan_kernels import LONG_BLOCK, equal_runs, scan
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import ProbeError
 from layout_algebra.residues import Decoding, Pass
+from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.views import view_of
 
 DENSE_LIMIT_BYTES = 1 << 28
@@ -184,7 +184,7 @@ def encode(
     decoding: Decoding,
     of_pass: Pass,
     *,
-    executor: Executor | None = None,
+    executor: ThreadPool | None = None,
     name: str = "parameter",
     dense_limit_bytes: int = DENSE_LIMIT_BYTES,
 ) -> Diff2:

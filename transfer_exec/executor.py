@@ -17,13 +17,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor as Pool
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import dtype_of
+from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.device import Device
@@ -121,7 +120,7 @@ class Executor:
         )
         self._layout = f"{program.plan_digest} at depth {self._buffers.depth}"
         self._endpoint = transport.endpoint(self._layout)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="transload-kernels")
+        self._pool = ThreadPool(1, "transload-kernels")
         self._connected: set[str] = set()
         self._newest = -1
         self._failure = ""
@@ -232,7 +231,7 @@ class Executor:
         finally:
             steps.close()
 
-    def start(self, version: int, pool: Pool | None = None, *, trace: bool = False) -> Steps:
+    def start(self, version: int, pool: ThreadPool | None = None, *, trace: bool = False) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
         It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Executor as Pool
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
+from layout_algebra.signal_safe import Job as Running
+from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.buffers import Buffers, slot_name
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.fetching import Fetching
@@ -70,7 +70,7 @@ class Update:
         readings: Mapping[str, Reading],
         version: int,
         *,
-        pool: Pool | None,
+        pool: ThreadPool | None,
         trace: bool,
         before_read: Callable[[], None],
     ) -> None:
@@ -83,7 +83,7 @@ class Update:
         self._base = first_number(version, program.rounds)
         self._passed = [0] * len(program.instructions)
         self._in_flight: dict[Ticket, Wait] = {}
-        self._running: list[Future[None]] = []
+        self._running: list[Running[None]] = []
         self._failures: list[TransportError] = []
         self._ledger = Ledger(program, version, trace=trace)
         self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read)
@@ -98,7 +98,8 @@ class Update:
         try:
             yield from self._all_slots([*self._fetching.jobs(), *slots])
         finally:
-            wait(self._running)  # a kernel that has begun writes to its end, whatever else has failed
+            for kernel in self._running:  # one that has begun writes to its end, whatever else has failed
+                kernel.wait()
             self._fetching.end()
         return self._ledger.report(
             transport=self._transport.name,

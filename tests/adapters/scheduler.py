@@ -111,23 +111,6 @@ class Condition:
         return self._scheduler.wait(lambda: self._notices != before, timeout)
 
 
-class Event:
-    """Of `threading`."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._set = False
-
-    def set(self) -> None:
-        self._set = True
-
-    def clear(self) -> None:
-        self._set = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._set or self._scheduler.wait(lambda: self._set, timeout)
-
-
 class Queue:
     """Of `queue`."""
 

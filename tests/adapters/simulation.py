@@ -64,7 +64,7 @@ from adapters.sender import SenderAdapter
 from adapters.session import Session
 from adapters.worker import Worker
 from layout_algebra.source_map import SourceMap
-from tests.adapters.scheduler import Condition, Event, Queue, Scheduler, Thread
+from tests.adapters.scheduler import Condition, Queue, Scheduler, Thread
 from tests.adapters.toy import SPACE
 from transfer_exec.errors import DeadlineError, TransportError
 
@@ -485,14 +485,14 @@ def simulated(
     clock = SimpleNamespace(
         monotonic=lambda: scheduler.now, perf_counter=lambda: scheduler.now, time_ns=lambda: int(scheduler.now * 1e9)
     )
-    threads = SimpleNamespace(
-        Condition=lambda: Condition(scheduler), Event=lambda: Event(scheduler), Thread=_thread_maker(scheduler)
-    )
+    threads = SimpleNamespace(Thread=_thread_maker(scheduler))
     with pytest.MonkeyPatch.context() as patch:
         for module in (conductor, connecting, paths, sender, session, station, steps):
             patch.setattr(module, "time", clock)
-        for module in (conductor, receiver, sender, session, station):
+        for module in (conductor, receiver, sender):
             patch.setattr(module, "threading", threads)
+        for module in (session, station):
+            patch.setattr(module, "Condition", lambda: Condition(scheduler))
         patch.setattr(steps, "queue", SimpleNamespace(SimpleQueue=lambda: Queue(scheduler), Empty=queue.Empty))
         patch.setattr(station, "Post", partial(Post, network=job.network))
         patch.setattr(station, "Finalize", lambda *given, **named: None)  # what is simulated ends with the test

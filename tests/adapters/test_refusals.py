@@ -107,7 +107,7 @@ def test_a_sender_takes_the_place_of_one_that_is_closed_or_dead(tmp_path: Path) 
     with quickly(), sender(tmp_path), receiver(tmp_path) as one:
         found = Record.decode(SharedFolder(tmp_path).lookup("sender", 1.0))
         assert found.address != address
-        wait_for(lambda: one._station._joined.is_set())
+        wait_for(lambda: one._station._joined)
 
 
 def test_a_sender_takes_the_place_of_one_that_does_not_answer(tmp_path: Path) -> None:

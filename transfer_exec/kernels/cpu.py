@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from layout_algebra._jit import kernel
 from layout_algebra.dtypes import IdArray
+from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.conversions import COPY_WIDTHS, PAIRS, SOURCE_BYTES
 from transfer_exec.kernels._crossed import SCRATCH_BYTES, copy_crossed
 from transfer_exec.kernels._floats import BRAIN, DOUBLE, HALF, SINGLE
@@ -54,7 +54,7 @@ class CpuKernels:
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = max(int(threads), 1)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPool | None = None
         self._scratch: deque[Scratch] = deque()
 
     @property
@@ -71,7 +71,7 @@ class CpuKernels:
         shares = min(self._threads * _SHARES_PER_THREAD, total // _SHARE_BYTES) if self._threads > 1 else 1
         parts = split_evenly(rows, max(shares, 1)) if len(rows) else []
         if len(parts) > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="transload-copy")
+            self._pool = ThreadPool(self._threads - 1, "transload-copy")
         helpers = min(self._threads, len(parts)) - 1
         return CpuJob(
             tuple(_calls(part, streams=streams) for part in parts), self._pool, max(helpers, 0), self._scratch
@@ -93,7 +93,7 @@ class CpuJob:
     """
 
     shares: tuple[tuple[Call, ...], ...]
-    pool: ThreadPoolExecutor | None
+    pool: ThreadPool | None
     helpers: int
     scratch: deque[Scratch]
 

@@ -24,13 +24,13 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
+from layout_algebra.signal_safe import Job, ThreadPool
 from transfer_exec.device import Device
 from transfer_exec.errors import TransportError, UnmappableError, UnreadableError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
@@ -77,7 +77,7 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         self._lent_files: dict[str, tuple[npt.NDArray[np.uint8], ...]] = {}
         # Peers read at the same time, and copiers must not take each other's cores.
         self._threads = max(1, min(_READERS, len(os.sched_getaffinity(0)) // 4))
-        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="transload-reads")
+        self._readers = ThreadPool(self._threads, "transload-reads")
         self.foreign_refused = why_not()
         """Why memory that was not allocated here cannot be registered; empty where it can."""
 
@@ -276,7 +276,7 @@ class _Copying:
     pid: int
     left: deque[IdArray]
     mappings: tuple[npt.NDArray[np.uint8], ...]
-    running: list[Future[None]] = field(default_factory=list)
+    running: list[Job[None]] = field(default_factory=list)
     stopped: bool = False
 
     def run(self) -> None:
