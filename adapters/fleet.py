@@ -190,6 +190,13 @@ class Fleet:
         near = self._near(connection) if reads_memory(transport) else None
         return compile_bindings(connection, transport, verify=verify, near=near)
 
+    def compile_again(self) -> None:
+        """Make the connection's programs anew, as the last ones were made."""
+        assert self.connection is not None
+        assert self.intent is not None
+        transport = next(iter(self.bindings.values())).bind.transport
+        self.bindings = self.compile(self.connection, transport, verify=self.intent.verify)
+
     def bind(self, bindings: Mapping[str, Binding]) -> dict[str, Failure]:
         """Bind every worker to its program and tell it where its peers' memory is: two steps of the transaction.
 
@@ -299,8 +306,7 @@ class Fleet:
                 log_event(
                     "done_without", worker, level=logging.WARNING, why="gone since connect; others hold everything"
                 )
-        transport = next(iter(self.bindings.values())).bind.transport
-        self.bindings = self.compile(self.connection, transport, verify=self.intent.verify)
+        self.compile_again()
         # From now on: trainers that stage are spoken to before anybody is bound.
         self._let_rest(self.bindings)
         self._routed = set(groups)

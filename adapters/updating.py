@@ -36,7 +36,7 @@ from adapters.paths import Answers, Path
 from adapters.steps import SILENT, STOP, TRAINERS, Say, Steps
 from adapters.update_report import gather_report, report_bytes
 from adapters.verification import Digests, check_digests, check_holders
-from transfer_exec.errors import DeadlineError
+from transfer_exec.errors import DeadlineError, UnmappableError, UnreadableError
 
 __all__ = ["update"]
 
@@ -242,10 +242,16 @@ def _go_on(
 def _bind(fleet: Fleet, steps: Steps, groups: Sequence[str], refused: dict[str, Failure]) -> list[str]:
     """Bind everybody to the plan; engines that cannot be bound are told and left out, with a plan for the others."""
     left = list(groups)
-    while failures := fleet.bind(fleet.bindings):
+    while True:
+        try:
+            failures = fleet.bind(fleet.bindings)
+        except (UnreadableError, UnmappableError):
+            fleet.compile_again()  # without
+            continue
+        if not failures:
+            return left
         left = steps.leave_out(left, failures, refused)
         fleet.route(left)
-    return left
 
 
 def _give_up(steps: Steps, failure: Failure, groups: Sequence[str]) -> list[str]:

@@ -66,6 +66,7 @@ from adapters.worker import Worker
 from layout_algebra.source_map import SourceMap
 from tests.adapters.scheduler import Condition, Queue, Scheduler, Thread
 from tests.adapters.toy import SPACE
+from transfer_exec import errors
 from transfer_exec.errors import DeadlineError, TransportError
 
 REPORT = object()
@@ -229,6 +230,8 @@ class Duties:
         fault = job.faults.pop((name, type(duty).__name__), "")
         if fault == "raise":
             raise HookError(f"{type(duty).__name__} raised on {name}")
+        if fault in ("UnreadableError", "UnmappableError"):
+            raise getattr(errors, fault)(f"{name} may not")
         if fault == "die":
             job.doomed.append(name)
         if fault == "die" or (fault == "hang" and not isinstance(duty, Transfer)):
@@ -330,7 +333,8 @@ class Simulation:
     Attributes
     ----------
     faults
-        ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way), ``"hang"`` or ``"die"``: happens once.
+        ``(worker, duty)`` -> ``"raise"``, ``"lose"`` (a write fails half way), ``"hang"``, ``"die"`` or
+        the name of an error of transports: happens once.
     doomed
         Workers whose process ends as soon as `run` sees them.
     held

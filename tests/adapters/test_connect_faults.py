@@ -182,6 +182,17 @@ def test_a_trainer_that_died_before_connect_is_planned_around(replicas: Simulati
     assert send(replicas, 1) == [REPORT]
 
 
+@pytest.mark.parametrize("kind", ["UnreadableError", "UnmappableError"])
+def test_memory_that_cannot_be_reached_any_more_when_it_is_bound_again(job: Simulation, kind: str) -> None:
+    connect(job, "a", "b")
+    assert send(job, 1) == [REPORT] * 2
+    job.crash("engine/b/1")
+    job.faults["engine/a/0", "Attach"] = kind
+    assert send(job, 2) == [REPORT] * 2
+    assert not job.faults
+    assert versions(job, "a") == {2}
+
+
 @pytest.mark.parametrize("lost", ["engine/b/0", "engine/b/1"])
 def test_an_engine_whose_connection_broke_is_taken_in_again_by_itself(job: Simulation, lost: str) -> None:
     connect(job, "a", "b")
