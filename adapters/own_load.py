@@ -32,7 +32,7 @@ from adapters.rebuilding import Rebuilding, plan_rebuilding
 from adapters.torch_bits import Bits, as_bits, bits_view
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray
-from layout_algebra.residues import choose_codebook, holds_codes, plan_passes
+from layout_algebra.residues import choose_codebook, coded_dtypes, plan_passes
 from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import OPAQUE, SourceMap
 from layout_algebra.space import CheckpointSpace
@@ -260,7 +260,7 @@ class _Comparison:
 
 def _codes(space: CheckpointSpace) -> Feeder:
     """Tensors of their own memory, full of the numbers that a probe begins with."""
-    dtypes = sorted({spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)})
+    dtypes = coded_dtypes(space)
     tables, periods = {}, [1]
     if dtypes:
         codebook = choose_codebook(space)

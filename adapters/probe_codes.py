@@ -19,7 +19,7 @@ from adapters.probe_verify import Claims
 from adapters.probe_worker import ProbedWorker
 from adapters.torch_bits import as_bits
 from layout_algebra.diff2 import Diff2, encode
-from layout_algebra.residues import Codebook, Pass, holds_codes
+from layout_algebra.residues import Codebook, Pass, coded_dtypes
 from layout_algebra.signal_safe import ThreadPool
 
 MOST_THREADS = 8
@@ -52,7 +52,7 @@ class CodePasses:
         self._worker = worker
         self._codebook = codebook
         self._limit_bytes = memory_limit_bytes
-        self._dtypes = sorted({spec.dtype for spec in worker.space.specs if spec.elements and holds_codes(spec.dtype)})
+        self._dtypes = coded_dtypes(worker.space)
         self._readings = OpenReadings(codebook, worker.space, worker.live)
         self._diffs: dict[tuple[str, Reading], list[Diff2]] = {}
         self.passes = tuple(passes)

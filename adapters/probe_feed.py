@@ -112,6 +112,7 @@ class Feeder:
             self._lengths[dtype] = max(int((self._places[period][chosen] + sizes).max()) for period in periods)
         self._banks: list[_Bank] = []
         self._choice = [0] * len(space)
+        self._made: list[torch.Tensor | None] = []
 
     @property
     def private(self) -> bool:
@@ -143,8 +144,13 @@ class Feeder:
         self._choice = [0] * len(self._space) if choice is None else choice.astype(np.int64).tolist()
         while len(self._banks) < len(patterns):
             self._banks.append(_Bank(self._space, self._members, self._lengths, self._executor))
-        for bank, given in zip(self._banks, patterns, strict=False):
-            bank.use(given, self._places[given.period], fill=not self._private)
+        chosen = list(zip(self._banks, patterns, strict=False))
+        fills = [bank.use(given, self._places[given.period], fill=not self._private) for bank, given in chosen]
+        # Tensors are made by one thread, in or before the loader: here the others have something to do meanwhile.
+        made = [] if self._private else [self._banks[k].view(at) for at, k in enumerate(self._choice)]
+        self._made = made[::-1]
+        for finish in fills:
+            finish()
 
     def feed(self) -> Feed:
         """What ``load_weights`` gets."""
@@ -152,9 +158,14 @@ class Feeder:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every checkpoint tensor of the prepared load, in the order of the space."""
+        made, self._made = self._made, []  # a loader may have changed shapes of those that it got
         for position, (name, choice) in enumerate(zip(self._space.names, self._choice, strict=True)):
-            bank = self._banks[choice]
-            yield name, bank.copy(position) if self._private else bank.slice(position)
+            yield name, self._tensor(position, choice, made.pop() if made else None)
+
+    def _tensor(self, position: int, choice: int, made: torch.Tensor | None) -> torch.Tensor:
+        if made is None and not self._private:
+            made = self._banks[choice].view(position)
+        return self._banks[choice].copy(position) if made is None else made
 
     def damaged(self) -> bool:
         """Whether somebody wrote into the buffers since ``prepare``."""
@@ -177,6 +188,7 @@ class _Bank:
         self._members = members
         self._executor = executor
         self._buffers = {dtype: _aligned(length, dtype_of(dtype).item_bytes) for dtype, length in lengths.items()}
+        self._spans = [(one.ctypes.data, one.ctypes.data + one.nbytes) for one in self._buffers.values()]
         nothing = _aligned(0, 1)
         types = {dtype: torch_dtype(dtype) for dtype in lengths}
         self._tensors = [
@@ -188,15 +200,23 @@ class _Bank:
         self._parts: list[tuple[Bits, Bits, int]] = []
         self._filled = False
 
-    def use(self, pattern: Pattern, offsets: IdArray, *, fill: bool) -> None:
-        """Hold a pattern; a buffer that holds it already, undamaged, is left as it is."""
+    def use(self, pattern: Pattern, offsets: IdArray, *, fill: bool) -> Callable[[], None]:
+        """Begin to hold a pattern; the result is to be called to finish.
+
+        A buffer that holds it already, undamaged, is left as it is.
+        """
         if pattern is not self._pattern:
             self._pattern, self._offsets, self._filled = pattern, offsets.tolist(), False
             self._parts = self._cut()
-        if fill and not self._filled:
-            for job in [self._executor.submit(fill_periodic, *part) for part in self._parts]:
+        fill = fill and not self._filled
+        jobs = [self._executor.submit(fill_periodic, *part) for part in self._parts] if fill else []
+
+        def finish() -> None:
+            for job in jobs:
                 job.result()
-            self._filled = True
+            self._filled = self._filled or fill
+
+        return finish
 
     def damaged(self) -> bool:
         jobs = [self._executor.submit(first_difference, *part) for part in self._parts] if self._filled else []
@@ -204,13 +224,13 @@ class _Bank:
         return bool(jobs) and not self._filled
 
     def holds(self, address: int) -> bool:
-        return any(b.ctypes.data <= address < b.ctypes.data + b.nbytes for b in self._buffers.values())
+        return any(first <= address < last for first, last in self._spans)
 
-    def slice(self, position: int) -> torch.Tensor:
-        """A checkpoint tensor in the buffer."""
+    def view(self, position: int) -> torch.Tensor | None:
+        """A checkpoint tensor in the buffer; None for one that is not fed from there."""
         buffer, dtype, elements, shape = self._tensors[position]
         if dtype is None or not elements:
-            return self.copy(position)
+            return None
         start = self._offsets[position] * buffer.itemsize
         # Not a view of another tensor, and a good deal faster to make than one.
         return torch.frombuffer(buffer, dtype=dtype, count=elements, offset=start).resize_(shape)

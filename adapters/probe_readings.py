@@ -20,7 +20,7 @@ from adapters.probe_live import LiveTensor
 from adapters.torch_bits import Bits, as_bits, bits_view, tensor_of_bits, torch_dtype
 from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import dtype_of
-from layout_algebra.residues import Codebook, Decoding, decoding_of, holds_codes
+from layout_algebra.residues import Codebook, Decoding, coded_dtypes, decoding_of, holds_codes
 from layout_algebra.space import CheckpointSpace
 
 _MANY_ELEMENTS = 1 << 12
@@ -69,7 +69,7 @@ class OpenReadings:
     """The ways in which every live tensor is read, and which of them are still in question."""
 
     def __init__(self, codebook: Codebook, space: CheckpointSpace, live: Sequence[LiveTensor]) -> None:
-        sources = sorted({spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)})
+        sources = coded_dtypes(space)
         by_dtype = {dtype: readings_of(codebook, dtype, sources) for dtype in {one.dtype for one in live}}
         self._left = {one.name: list(by_dtype[one.dtype]) for one in live}
 

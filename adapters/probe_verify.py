@@ -59,7 +59,7 @@ def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pa
     b: dict[str, Bits] = {}
     for dtype in sorted(set(dtypes)):
         if holds_codes(dtype):
-            random = np.random.Generator(np.random.Philox([_SEED, *dtype.encode()]))
+            random = np.random.Generator(np.random.SFC64([_SEED, *dtype.encode()]))
             words = random.integers(0, 1 << 64, (5, VERIFY_PERIOD), dtype=np.uint64)
             for out, letter in ((a, 0), (b, 1)):
                 sign = words[0] >> np.uint64(63) ^ np.uint64(letter)
@@ -134,10 +134,11 @@ def predict(
             if table is not None:
                 place[source, bool(number)] = len(tables)
                 tables.append(table)
-    second = [False] * len(space) if choice is None else choice.tolist()
-    specs = zip(space.specs, second, strict=True)
-    index = np.array([place.get((spec.dtype, which), -1) for spec, which in specs if spec.elements], dtype=np.int64)
-    starts = space.starts[:-1][np.diff(space.starts) > 0]
+    numbers, of_tensor = space.dtype_numbers
+    of_dtype = np.array([[place.get((dtype, second), -1) for second in (False, True)] for dtype in numbers])
+    filled = np.diff(space.starts) > 0
+    index = of_dtype[of_tensor, 0 if choice is None else choice.astype(np.int64)][filled].astype(np.int64)
+    starts = space.starts[:-1][filled]
     changes = np.concatenate([[True], index[1:] != index[:-1]])
     return Prediction(starts[changes], index[changes], np.stack(tables))
 

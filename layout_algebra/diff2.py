@@ -168,13 +168,15 @@ class Diff2:
 
     def outside(self) -> IdArray:
         """``Chunk.outside`` of all chunks, those that meet joined; int64, shape ``(n, 3)``."""
-        runs = np.concatenate([np.empty((0, 3), dtype=np.int64), *(chunk.outside() for chunk in self.chunks)])
+        found = [chunk.outside() for chunk in self.chunks if len(chunk.runs) or len(chunk.bits)]
+        if not found:
+            return np.empty((0, 3), dtype=np.int64)
+        runs = np.concatenate(found)
         goes_on = np.zeros(len(runs), dtype=np.bool_)
         goes_on[1:] = (runs[1:, 0] == runs[:-1, 1]) & (runs[1:, 2] == runs[:-1, 2])
         heads = np.flatnonzero(~goes_on)
         joined = runs[heads]
-        if len(runs):
-            joined[:, 1] = runs[np.append(heads[1:], len(runs)) - 1, 1]
+        joined[:, 1] = runs[np.append(heads[1:], len(runs)) - 1, 1]
         return joined
 
 

@@ -165,6 +165,11 @@ def holds_codes(dtype: str) -> bool:
     return dtype in _FLOATS or dtype_of(dtype).kind in ("int", "uint")
 
 
+def coded_dtypes(space: CheckpointSpace) -> list[str]:
+    """The dtypes of a checkpoint that can be fed codes and have elements, sorted."""
+    return sorted(dtype for dtype in {spec.dtype for spec in space.specs if 0 not in spec.shape} if holds_codes(dtype))
+
+
 def exact_bits(
     values: npt.NDArray[np.float64], dtype: str
 ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.bool_]]:
@@ -261,7 +266,7 @@ def choose_codebook(space: CheckpointSpace) -> Codebook:
     >>> chosen.name, [int(value) for value in chosen.values[14:20]], chosen.count
     ('F8_E4M3 and I8', [15, 16, 18, 20, 22, 24], 39)
     """
-    used = sorted({spec.dtype for spec in space.specs if spec.elements and holds_codes(spec.dtype)})
+    used = coded_dtypes(space)
     best = max((scale.within(used) for scale in _SCALES), key=lambda codebook: codebook.count)
     if best in _SCALES:
         return best
