@@ -15,16 +15,23 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from layout_algebra._jit import inlined, kernel
+from layout_algebra._prefetch import prefetch_line
 from layout_algebra.dtypes import IdArray
 
 _SHIFT = 12
 _BLOCK = 1 << _SHIFT
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_MASK = 0xFFFFFFFF
 _WORD = ir.IntType(64)
+_LANES, _VECTORS = 4, 4
+_VECTOR = ir.VectorType(_WORD, _LANES)
+_GROUP_WORDS = _LANES * _VECTORS
+_AHEAD_BYTES = 2048
 _ABREAST, _TALL, _PITCH = 64, 256, 256 + 32
 """So many strips beside each other are turned at once, so many elements of each; the pitch keeps them apart."""
 
@@ -67,6 +74,17 @@ def word_at(array: npt.NDArray[np.unsignedinteger], start: int, number: int) -> 
     return array[start + number * each : start + (number + 1) * each].view(np.uint64)[0]  # type: ignore[no-any-return]
 
 
+def dot_words(
+    bits: npt.NDArray[np.unsignedinteger], start: int, weights: npt.NDArray[np.uint64], first: int, groups: int
+) -> np.uint64:
+    """Of groups of 128 bytes of elements from one on, with as many bytes of word weights from one on."""
+    dot = 0
+    for number in range(groups * _GROUP_WORDS):
+        word, weight = int(word_at(bits, start, number)), int(element_at(weights, first + number))
+        dot += (word & _MASK) * (weight & _MASK) + (word >> 32) * (weight >> 32)
+    return np.uint64(dot & ((1 << 64) - 1))
+
+
 @intrinsic
 def _element_at(typing_context, array, index):
     def build(context, builder, signature, arguments):
@@ -89,6 +107,46 @@ def _word_at(typing_context, array, start, number):
     return types.uint64(array, types.int64, types.int64), build
 
 
+@intrinsic
+def _dot_words(typing_context, bits, start, weights, first, groups):
+    """Four vectors a step, so that adding waits for nothing, and memory asked for early: processors stop at a page."""
+
+    def build(context, builder, signature, arguments):
+        sources = [
+            builder.ptrtoint(
+                builder.gep(
+                    context.make_array(signature.args[k])(context, builder, arguments[k]).data, [arguments[k + 1]]
+                ),
+                _WORD,
+            )
+            for k in (0, 2)
+        ]
+        low, half = (ir.Constant(_VECTOR, [value] * _LANES) for value in (_MASK, 32))
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0] * _LANES)) for _ in range(_VECTORS)]
+        with cgutils.for_range(builder, arguments[4]) as loop:
+            places = [builder.add(source, builder.mul(loop.index, _WORD(_GROUP_WORDS * 8))) for source in sources]
+            for line in range(0, _GROUP_WORDS * 8, 64):
+                prefetch_line(builder, builder.add(places[0], _WORD(_AHEAD_BYTES + line)))
+            for number, total in enumerate(sums):
+                word, weight = (_vector_at(builder, place, number * _LANES * 8) for place in places)
+                products = builder.mul(builder.and_(word, low), builder.and_(weight, low))
+                products = builder.add(products, builder.mul(builder.lshr(word, half), builder.lshr(weight, half)))
+                builder.store(builder.add(builder.load(total), products), total)
+        vector = builder.load(sums[0])
+        for total in sums[1:]:
+            vector = builder.add(vector, builder.load(total))
+        dot = _WORD(0)
+        for lane in range(_LANES):
+            dot = builder.add(dot, builder.extract_element(vector, ir.IntType(32)(lane)))
+        return dot
+
+    return types.uint64(bits, types.int64, weights, types.int64, types.int64), build
+
+
+def _vector_at(builder, place, offset):
+    return builder.load(builder.inttoptr(builder.add(place, _WORD(offset)), _VECTOR.as_pointer()), align=1)
+
+
 @overload(element_at)
 def _compiled_element_at(array, index):
     return lambda array, index: _element_at(array, index)
@@ -97,6 +155,11 @@ def _compiled_element_at(array, index):
 @overload(word_at)
 def _compiled_word_at(array, start, number):
     return lambda array, start, number: _word_at(array, start, number)
+
+
+@overload(dot_words)
+def _compiled_dot_words(bits, start, weights, first, groups):
+    return lambda bits, start, weights, first, groups: _dot_words(bits, start, weights, first, groups)
 
 
 @inlined
@@ -119,12 +182,13 @@ def _dot_run(
     word_weights: npt.NDArray[np.uint64],
 ) -> np.uint64:
     """Of consecutive elements, ``low`` being the first id's place in its block, ``1 << shift`` of them to a word."""
-    dot = np.uint64(0)
     # No divisions: runs may be short.
     head = min(-low & ((1 << shift) - 1), count) if shift > 0 else count
     inside = (count - head) >> shift
     first = (low + head) >> shift
-    for number in range(inside):
+    groups = inside // _GROUP_WORDS
+    dot = dot_words(bits, start + head, word_weights, first, groups)
+    for number in range(groups * _GROUP_WORDS, inside):
         word, weight = word_at(bits, start + head, number), element_at(word_weights, first + number)
         dot += (word & _LOW) * (weight & _LOW) + (word >> _HALF) * (weight >> _HALF)
     for position in range(head):

@@ -23,14 +23,19 @@ def prefetch(address: int) -> None:
     """The cache line of an address, which may be any number, will be read soon."""
 
 
+def prefetch_line(builder, address):
+    """Put the hint into a function that is being built."""
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    place = builder.inttoptr(address, cgutils.voidptr_t)
+    builder.call(function, [place, number(0), number(3), number(1)])
+
+
 @intrinsic
 def _prefetch(typing_context, address):
     def build(context, builder, signature, arguments):
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(function, [place, number(0), number(3), number(1)])
+        prefetch_line(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), build

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra.dtypes import dtype_of
+from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.device import Device
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
-from transfer_exec.fetching import chunks_of
+from transfer_exec.fetching import BATCH_BYTES, batches_of, descriptors_of
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
@@ -41,6 +41,9 @@ DEPTH = 2
 """Rounds under way at once, where nobody says otherwise."""
 
 _SEQUENCE_LIMIT = 1 << 63
+
+Landed = Callable[[str, int], None]
+"""Told a peer and the number of a batch."""
 
 
 class Executor:
@@ -66,6 +69,8 @@ class Executor:
         Rounds under way at once, equal on all workers; the buffers' memory is that many times a round's.
     before_read
         Called in every update before anything is read straight into memory.
+    batch_bytes
+        About how much is read at once straight into memory.
 
     Raises
     ------
@@ -86,6 +91,7 @@ class Executor:
         devices: Sequence[Device] = (),
         depth: int = DEPTH,
         before_read: Callable[[], None] = lambda: None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         if transport.worker != program.worker:
             raise TransportError(
@@ -107,6 +113,7 @@ class Executor:
         if program.lent:
             transport.lend(memory_of_tensors.only(program.lent))
         self._before_read = before_read
+        self._batch_bytes = batch_bytes
         self._memory = memory_of_tensors
         self._readings: dict[str, Reading] = {}
         self._buffers = open_buffers(program, transport, depth)
@@ -143,6 +150,12 @@ class Executor:
         return self._buffers
 
     @property
+    def batches(self) -> Mapping[str, tuple[IdArray, ...]]:
+        """What is read straight into memory, by peer, in the order it is begun; columns as in `FetchColumn`."""
+        fetches = zip(self._program.fetches, self._program.fetch_rows, strict=True)
+        return {fetch.peer: batches_of(rows, self._batch_bytes) for fetch, rows in fetches}
+
+    @property
     def staged(self) -> Mapping[str, npt.NDArray[np.generic]]:
         """Checkpoint tensors that opaque parameters depend on, by name; whole after `run`, until the next one."""
         return self._staged
@@ -177,7 +190,7 @@ class Executor:
         """Whom runs tell, in their own thread, how many rounds are over, and of how many."""
         self._progress = progress
 
-    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
+    def run(self, version: int, *, trace: bool = False, landed: Landed | None = None) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
@@ -186,6 +199,8 @@ class Executor:
             Greater than that of any earlier run, and the same on all workers.
         trace
             Keep spans in the report (`transfer_exec.trace`).
+        landed
+            Told the peer and number of each of `batches` once it is in memory, on the thread that moved it.
 
         Raises
         ------
@@ -199,7 +214,7 @@ class Executor:
         After an error parameters may be half written, and the executor does not run again: peers may still be at
         the old version. Make a new one on a new transport.
         """
-        steps = self.start(version, self._pool, trace=trace)
+        steps = self.start(version, self._pool, trace=trace, landed=landed)
         previous: Wait | None = None
         since, reached = 0.0, 0
         try:
@@ -231,7 +246,9 @@ class Executor:
         finally:
             steps.close()
 
-    def start(self, version: int, pool: ThreadPool | None = None, *, trace: bool = False) -> Steps:
+    def start(
+        self, version: int, pool: ThreadPool | None = None, *, trace: bool = False, landed: Landed | None = None
+    ) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
         It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that
@@ -263,6 +280,7 @@ class Executor:
             pool=pool,
             trace=trace,
             before_read=self._before_read,
+            landed=landed,
         )
         return update.steps(self._pack, self._assemble)
 
@@ -277,9 +295,10 @@ class Executor:
         self._transport.close()
 
     def _prepared(self, endpoints: Mapping[str, Endpoint]) -> Iterator[Reading]:
-        for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
-            lent = endpoints[fetch.peer].lent
+        worker, memory = self._program.worker, self._memory
+        for peer, batches in self.batches.items():
+            lent = endpoints[peer].lent
             if lent is None:
-                raise TransportError(f"{self._program.worker}: reads from {fetch.peer}, which lends nothing")
-            chunks = chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._memory)
-            yield self._transport.prepare_read(fetch.peer, self._memory, chunks)
+                raise TransportError(f"{worker}: reads from {peer}, which lends nothing")
+            descriptors = descriptors_of(worker, peer, batches, Stretches.of(lent), memory)
+            yield self._transport.prepare_read(peer, memory, descriptors)

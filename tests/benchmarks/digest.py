@@ -1,7 +1,7 @@
 """What proving an update costs, with `verify="digest"`.
 
-    host       a dense model between processes over shared memory, read straight out of the trainers' parameters: with
-               digests against the same without
+    host       a dense model between processes over shared memory, straight out of the trainers' parameters, in memory
+               of their own and in shared memory: with digests against the same without
     staged     the same in rounds through buffers
     cluster    four trainers to four rollouts on links of 400 Mbit/s, with adapters: end to end against that without the
                trainers' and the rollouts' longest digest
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +48,7 @@ UPDATES = 4
 
 def cases() -> dict[str, Callable[[], list[Row]]]:
     """The benchmark's cases."""
-    return {"host": partial(host, direct=True), "staged": partial(host, direct=False), "cluster": cluster, "loop": loop}
+    return {"host": host, "staged": staged, "cluster": cluster, "loop": loop}
 
 
 def rows() -> list[Row]:
@@ -57,13 +56,26 @@ def rows() -> list[Row]:
     return [row for case in cases().values() for row in case()]
 
 
-def host(*, direct: bool) -> list[Row]:
-    """Updates of processes on this host, with digests and without in turns."""
+def host() -> list[Row]:
+    """Updates of processes on this host that copy directly: parameters in private and in shared memory."""
+    _, plan, maps = crossing(LAYERS)
+    shared = {worker: maps[worker].parameters for worker in plan.holders}
+    return [in_turns("host", Near(maps, {})), in_turns("host, shared", Near(maps, {}, shared=shared))]
+
+
+def staged() -> list[Row]:
+    """The same in rounds."""
+    return [in_turns("staged", None)]
+
+
+def in_turns(name: str, near: Near | None) -> Row:
+    """Updates with digests and updates without, of two jobs of their own, in turns."""
     space, plan, maps = crossing(LAYERS)
-    with workers(plan, maps, classes_of(plan, maps), Near(maps, {}) if direct else None) as run:
-        value, floor = interleaved_medians(lambda: run(True), lambda: run(False), repeats=REPEATS)
-    name = f"{'host' if direct else 'staged'}, {space.total_elements * 2 / 1e9:.1f} GB"
-    return [Row.against_floor(name, value=value, unit="s", floor=floor, bar=1.6)]
+    classes = classes_of(plan, maps)
+    with workers(plan, maps, classes, near) as proven, workers(plan, maps, None, near) as plain:
+        value, floor = interleaved_medians(proven, plain, repeats=REPEATS)
+    title = f"{name}, {space.total_elements * 2 / 1e9:.1f} GB"
+    return Row.against_floor(title, value=value, unit="s", floor=floor, bar=1.6)
 
 
 def loop() -> list[Row]:
@@ -153,16 +165,19 @@ def classes_of(plan: Plan, maps: dict[str, SourceMap]) -> Correspondence:
 
 @contextmanager
 def workers(
-    plan: Plan, maps: dict[str, SourceMap], correspondence: Correspondence, near: Near | None
-) -> Iterator[Callable[[bool], float]]:
-    """Every worker of a plan in a process; a call runs the next version, with digests or without; its seconds."""
+    plan: Plan, maps: dict[str, SourceMap], correspondence: Correspondence | None, near: Near | None
+) -> Iterator[Callable[[], float]]:
+    """Every worker of a plan in a process; a call runs the next version and says how many seconds it took.
+
+    With digests of all classes of a correspondence, or with none.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // len(plan.workers))
     compiler = Compiler(plan, near)
     arguments = [
         (
             compiler.program(worker, maps[worker]).to_bytes(),
             maps[worker].to_bytes(),
-            [(cell.number, cell.runs) for cell in cells_of(correspondence, worker)],
+            [] if correspondence is None else [(cell.number, cell.runs) for cell in cells_of(correspondence, worker)],
             threads,
             worker in plan.needers,
         )
@@ -173,10 +188,10 @@ def workers(
         ask(pipes, dict(zip(plan.workers, answers(pipes), strict=True)))
         answers(pipes)
 
-        def run(digests: bool) -> float:
-            ask(pipes, (next(versions), digests))
+        def run() -> float:
+            ask(pipes, next(versions))
             ran: dict[str, Ran] = dict(zip(plan.workers, answers(pipes), strict=True))  # type: ignore[arg-type]
-            if digests:
+            if correspondence is not None:
                 sides = ({w: one[2] for w, one in ran.items() if (w in plan.needers) == side} for side in (False, True))
                 sent, landed = sides
                 check_holders(correspondence, sent)

@@ -13,7 +13,7 @@ from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.transport.base import Endpoint, Ticket, Transport
 from transfer_exec.transport.device_memory import DeviceMemoryTransport
 from transfer_exec.transport.loopback import LENT, LoopbackNetwork, LoopbackPolicy
-from transfer_exec.transport.process_memory import read_process
+from transfer_exec.transport.process_memory import ranges_of, read_process
 from transfer_exec.transport.shared_files import FilePlace
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 from transfer_exec.transport.stretches import Lent, Stretches
@@ -171,7 +171,7 @@ def test_memory_that_vanished_is_an_error_and_no_crash() -> None:
         wait_for(reader, ticket)
     here = np.array([[own.ctypes.data, good.ctypes.data, 4096], [own.ctypes.data + 4096, 4096, 4096]])
     with pytest.raises(TransportError, match="of 8192 bytes could be read; part of the range is not mapped there"):
-        read_process(os.getpid(), here)
+        read_process(os.getpid(), ranges_of(here))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from transfer_exec.transport.base import (
     Descriptors,
     Endpoint,
     Flag,
+    Landed,
     Memory,
     Patience,
     RegionHandle,
@@ -47,7 +48,7 @@ from transfer_exec.transport.base import (
 )
 from transfer_exec.transport.queues import Bases, Peer, Transfer
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
-from transfer_exec.transport.stretches import Lent, Reading, Stretches
+from transfer_exec.transport.stretches import Batch, Lent, Reading, Stretches
 
 _Posted = TypeVar("_Posted")
 
@@ -157,8 +158,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
         """What a peer that was reached lends, with own addresses, and ``MAPPED``, of what this process has mapped."""
         return lent
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[IdArray]) -> _Posted:
-        """Copy rows as a `Reading` has them."""
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], landed: Landed | None) -> _Posted:
+        """Copy what a `Reading` has, and tell of each batch."""
         raise TransportError(f"{self.name} cannot read memory")
 
     def _stop(self, posted: _Posted) -> None:
@@ -285,15 +286,16 @@ class CheckedTransport(ABC, Generic[_Posted]):
         target = memory.locate(mine, lengths, f"of {self.worker}")
         located = np.stack([target, source, lengths], axis=1).astype(np.uint64)
         edges = np.cumsum([len(batch) for batch in batches])[:-1]
-        parts = (merge_neighbours(part).astype(np.int64) for part in np.split(located, edges)) if batches else ()
-        return Reading(peer, tuple(parts), known.lent)
+        parts = np.split(located, edges) if batches else ()
+        found = (Batch.of(merge_neighbours(part).astype(np.int64)) for part in parts)
+        return Reading(peer, tuple(found), known.lent)
 
-    def read(self, reading: Reading) -> Ticket:
+    def read(self, reading: Reading, landed: Landed | None = None) -> Ticket:
         """See `Transport.read`."""
         known = self._known(reading.peer)
         if known.lent is not reading.lent:
             raise TransportError(f"{reading.peer}: was connected again since what is read of it was prepared")
-        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches)))
+        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches, landed)))
 
     def stop(self, ticket: Ticket) -> None:
         """See `Transport.stop`."""

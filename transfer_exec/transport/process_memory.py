@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,30 @@ def why_not_process(pid: int, address: int) -> str:
     return ""
 
 
+class Ranges(NamedTuple):
+    """What one call moves, as the system takes it.
+
+    Attributes
+    ----------
+    mine, theirs
+        Address and bytes of every range, here and there; int64, shape ``(n, 2)``.
+    bytes
+        Of all of them.
+    """
+
+    mine: npt.NDArray[np.int64]
+    theirs: npt.NDArray[np.int64]
+    bytes: int
+
+
+def ranges_of(rows: IdArray) -> tuple[Ranges, ...]:
+    """Rows, as `write_process` takes them, in calls that the system takes; may be done long before they move."""
+    return tuple(
+        Ranges(np.ascontiguousarray(part[:, ::2]), np.ascontiguousarray(part[:, 1:]), int(part[:, 2].sum()))
+        for part in _calls(rows)
+    )
+
+
 def write_process(pid: int, rows: IdArray) -> None:
     """Copy ranges into another process's memory.
 
@@ -58,27 +83,26 @@ def write_process(pid: int, rows: IdArray) -> None:
     TransportError
         If the process is gone, a range is not mapped there, or the kernel does not allow it.
     """
-    _move("process_vm_writev", pid, rows, "written")
+    _move("process_vm_writev", pid, ranges_of(rows), "written")
 
 
-def read_process(pid: int, rows: IdArray) -> None:
-    """Copy ranges out of another process's memory; otherwise as `write_process`."""
-    _move("process_vm_readv", pid, rows, "read")
+def read_process(pid: int, calls: Sequence[Ranges]) -> None:
+    """Copy ranges out of another process's memory; they come from `ranges_of`, otherwise as `write_process`."""
+    _move("process_vm_readv", pid, calls, "read")
 
 
-def _move(call: str, pid: int, rows: IdArray, done: str) -> None:
-    for part in _calls(rows):
-        mine, theirs = np.ascontiguousarray(part[:, ::2]), np.ascontiguousarray(part[:, 1:])
-        wanted = int(part[:, 2].sum())
+def _move(name: str, pid: int, calls: Sequence[Ranges], done: str) -> None:
+    for call in calls:
         try:
-            moved = _call(call, pid, mine, theirs)
+            moved = _call(name, pid, call.mine, call.theirs)
         except OSError as error:
             raise TransportError(
-                f"process {pid}: {len(part)} ranges cannot be {done}: {os.strerror(error.errno or 0)}{_hint(error)}"
+                f"process {pid}: {len(call.mine)} ranges cannot be {done}: {os.strerror(error.errno or 0)}"
+                f"{_hint(error)}"
             ) from error
-        if moved != wanted:
+        if moved != call.bytes:
             raise TransportError(
-                f"process {pid}: {moved} of {wanted} bytes could be {done}; part of the range is not mapped there"
+                f"process {pid}: {moved} of {call.bytes} bytes could be {done}; part of the range is not mapped there"
             )
 
 
