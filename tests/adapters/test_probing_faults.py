@@ -214,13 +214,16 @@ def test_a_loader_that_takes_some_of_its_input() -> None:
 
 
 def test_a_loader_that_reads_its_input_twice() -> None:
+    """The second time it gets every tensor in its own shape, whatever became of the first."""
     live = everything()
 
     def load_weights(pairs: Pairs) -> None:
         for wanted in "ba":
             for name, tensor in pairs:
+                assert tensor.shape == SPACE.spec(name).shape
                 if name == wanted:
                     live[name].copy_(tensor)
+                tensor.unsqueeze_(0)
 
     check_both(probe(load_weights, live, SPACE))
 
