@@ -55,7 +55,6 @@ from adapters.duty_messages import (
 from adapters.events import log_event
 from adapters.failures import HookError, StaleError, VerificationError, VersionError
 from adapters.host_staging import HostCopies, shared_copies
-from adapters.landing import DIGESTED_BYTES, Landing
 from adapters.own_load import OwnLoad
 from adapters.placing import place
 from adapters.probe_settle import leave_to_loader
@@ -68,12 +67,10 @@ from adapters.transports import make_transport
 from adapters.verification import Proof, plan_proof
 from adapters.watched_kernels import WatchedKernels
 from adapters.worker import Hook, Worker
-from layout_algebra.fingerprint import Memory
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.binding import scattered_names, shared_names
 from transfer_exec.executor import Executor
-from transfer_exec.fetching import BATCH_BYTES
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.report import WorkerReport
@@ -105,7 +102,6 @@ class Duties:
         self._shown: SourceMap | None = None
         self._storage: Storage | None = None
         self._proof: Proof | None = None
-        self._landing: Landing | None = None
         self._landed: dict[int, int] = {}
         self._own_load: OwnLoad | None = None
         self._executor: Executor | None = None
@@ -192,7 +188,6 @@ class Duties:
         self._copies = None
 
     def _let_go(self) -> None:
-        self._landing = None
         executor, self._executor = self._executor, None
         transport, self._transport = self._transport, None
         if executor is not None:
@@ -266,11 +261,7 @@ class Duties:
             kernels=CpuKernels() if beside else self._kernels,
             devices=placement.devices,
             before_read=(lambda: None) if beside else self._kernels.before_run,
-            batch_bytes=DIGESTED_BYTES if self._proof.numbers else BATCH_BYTES,
         )
-        if worker.receives and self._proof.numbers:
-            near = {name: _bits(memory[name]) for name in memory.keys() - scattered_names(memory)}
-            self._landing = Landing.of(self._proof, program, self._executor.batches, near, self._executor.staged)
         self._warm_up()
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start, self._transport.place)
 
@@ -342,17 +333,15 @@ class Duties:
         executor = self._bound()
         self._session.on_cancel(executor.abort)
         executor.tell(partial(self._session.report, f"rounds, version {version}"))
-        landed = None if self._landing is None else self._landing.begin()
         try:
-            report = executor.run(version, trace=trace, landed=None if landed is None else landed.add)
+            report = executor.run(version, trace=trace)
         finally:
             self._session.on_cancel(None)
         if self._copies is not None:
             report = replace(report, host_bytes=self._copies.bytes)
         self.report = report
         start = time.perf_counter()
-        digests = {} if landed is None else landed.digests(self._bits_for(landed.rest), executor.staged)
-        self._landed = digests
+        digests = self._landed = self._digests() if self._worker.receives else {}
         verify_s = time.perf_counter() - start
         stall = None
         if not self._worker.receives:
@@ -411,16 +400,13 @@ class Duties:
             )
 
     def _digests(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[int, int]:
-        """Of what will be sent, or of some tensors."""
+        """Of what landed or will be sent: of the copies if the worker stages, or of some tensors."""
         if self._proof is None or not self._proof.numbers:
             return {}
-        return self._proof.digests(self._bits_for(self._proof, tensors), self._bound().staged)
-
-    def _bits_for(self, proof: Proof, tensors: Mapping[str, torch.Tensor] | None = None) -> Memory:
-        """What a proof looks at: in the copies if the worker stages, or in some tensors."""
         if tensors is None:
             tensors = live_memory(self._worker.parameters) if self._copies is None else self._copies.tensors
-        return {name: _bits(tensors[name]) for name in proof.plan.parameters}
+        memory = {name: _bits(tensors[name]) for name in self._proof.plan.parameters}
+        return self._proof.digests(memory, self._bound().staged)
 
     def _found(self) -> SourceMap:
         if self._probed is None:

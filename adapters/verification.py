@@ -68,8 +68,6 @@ class Proof:
         Both in shares of equal work, a thread each, and whether a share is of what is staged.
     beside
         Digests of the parameters that are on GPUs, taken there.
-    threads
-        How many digest side by side, if there is enough to do.
     """
 
     numbers: tuple[int, ...]
@@ -77,32 +75,18 @@ class Proof:
     staged: FingerprintPlan
     shares: tuple[tuple[FingerprintPlan, bool], ...]
     beside: tuple[Sums, ...] = ()
-    threads: int = 1
-
-    def only(self, plan: FingerprintPlan, staged: FingerprintPlan) -> Proof:
-        """Of parts of its own plans, and of what is on GPUs."""
-        return replace(self, plan=plan, staged=staged, shares=_shares(plan, staged, self.threads))
 
     def digests(self, memory: Memory, staged: Memory = MappingProxyType({})) -> dict[int, int]:
         """Digest every class by its number; reads all memory that they live in once."""
-        return self.by_number(self.sums(memory, staged))
 
-    def by_number(self, sums: npt.NDArray[np.uint64]) -> dict[int, int]:
-        """Sums of all classes by the classes' numbers."""
-        return dict(zip(self.numbers, sums.tolist(), strict=True))
-
-    def sums(self, memory: Memory, staged: Memory = MappingProxyType({})) -> npt.NDArray[np.uint64]:
-        """Digest every class, in the order of ``numbers``."""
-
-        def digest(share: tuple[FingerprintPlan, bool]) -> npt.NDArray[np.uint64]:
+        def sums(share: tuple[FingerprintPlan, bool]) -> npt.NDArray[np.uint64]:
             plan, of_staged = share
             return plan.sums(staged if of_staged else memory)
 
         with ThreadPool(len(self.shares), "digests") as pool:
-            found = pool.map(digest, self.shares)
-            parts = np.stack([*(each.sums() for each in self.beside), *found])
-        total: npt.NDArray[np.uint64] = parts.sum(axis=0, dtype=np.uint64)
-        return total
+            found = pool.map(sums, self.shares)
+            total = np.stack([*(each.sums() for each in self.beside), *found]).sum(axis=0, dtype=np.uint64)
+        return dict(zip(self.numbers, total.tolist(), strict=True))
 
 
 def plan_proof(
@@ -146,12 +130,8 @@ def plan_proof(
     plan = plan_fingerprints(source_map, list(copied.values()))
     plan, on_devices = _by_device(plan, tensors)
     arrived_plan = plan_fingerprints(whole_tensors, list(computed.values()))
-    return Proof(tuple(copied), plan, arrived_plan, _shares(plan, arrived_plan, threads), on_devices, threads)
-
-
-def _shares(plan: FingerprintPlan, staged: FingerprintPlan, threads: int) -> tuple[tuple[FingerprintPlan, bool], ...]:
-    """As `Proof` has them."""
-    return (*((each, False) for each in plan.shares(threads)), *((each, True) for each in staged.shares(threads)))
+    shares = [(each, False) for each in plan.shares(threads)] + [(each, True) for each in arrived_plan.shares(threads)]
+    return Proof(tuple(copied), plan, arrived_plan, tuple(shares), on_devices)
 
 
 def _by_device(plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]) -> tuple[FingerprintPlan, tuple[Sums, ...]]:

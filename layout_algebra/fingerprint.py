@@ -29,7 +29,7 @@ import numpy.typing as npt
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray, conversion_is_defined, dtype_of, storage_of
 from layout_algebra.errors import MapError, UnsupportedDtypeError
-from layout_algebra.runs import RunTable, overlaps
+from layout_algebra.runs import RunTable
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -132,29 +132,6 @@ class FingerprintPlan:
                 taken += int(piece.rows[:, 1].sum()) * dtype_of(piece.wire).item_bytes
         return tuple(replace(self, parts=tuple(share)) for share in shares)
 
-    def by_place(self, places: Mapping[str, IdArray]) -> tuple[dict[int, tuple[FingerprintPart, ...]], FingerprintPlan]:
-        """Cut by where elements are: what lies in each place, and a plan of all others; every element is in one.
-
-        Parameters
-        ----------
-        places
-            By parameter: int64, shape ``(n, 3)``: first flat index, the one after the last, number of the place (0 or
-            more). Ascending and disjoint; several rows may be one place.
-
-        Strips whose elements do not follow each other in memory are with the others, and so are parameters of another
-        dtype than the checkpoint's.
-        """
-        found: dict[int, list[FingerprintPart]] = {}
-        others: list[FingerprintPart] = []
-        for part in self.parts:
-            rows = places.get(part.parameter, np.empty((0, 3), dtype=np.int64))
-            if not len(rows) or self.source_map.dtype(part.parameter) != part.wire:
-                others.append(part)
-                continue
-            for number, piece in _by_place(part, rows):
-                (found.setdefault(number, []) if number >= 0 else others).append(piece)
-        return {number: tuple(parts) for number, parts in found.items()}, replace(self, parts=tuple(others))
-
     def sums(self, memory: Memory) -> npt.NDArray[np.uint64]:
         """Digest every set: uint64, shape ``(sets,)``. Reads every element once.
 
@@ -202,32 +179,6 @@ def _pieces(part: FingerprintPart, count: int) -> list[FingerprintPart]:
     cut[:, 2] += into * cut[:, 3]
     bounds = np.searchsorted(first, int(stops[-1]) * np.arange(count + 1) // count)
     return [replace(part, rows=cut[a:b]) for a, b in pairwise(bounds.tolist()) if b > a]
-
-
-def _by_place(part: FingerprintPart, places: IdArray) -> list[tuple[int, FingerprintPart]]:
-    """A part in pieces by number of the place; -1 is outside of all."""
-    gaps = np.full((len(places) + 1, 3), -1, dtype=np.int64)
-    gaps[0, 0], gaps[-1, 1] = 0, np.iinfo(np.int64).max
-    gaps[1:, 0], gaps[:-1, 1] = places[:, 1], places[:, 0]
-    line = np.empty((2 * len(places) + 1, 3), dtype=np.int64)
-    line[::2], line[1::2] = gaps, places
-    line = line[line[:, 1] > line[:, 0]]
-    even = (part.rows[:, 3] == 1) | (part.rows[:, 1] == 1)
-    strips = part.rows[even]
-    spans = np.stack([strips[:, 2], strips[:, 2] + strips[:, 1]], axis=1)
-    of, where = overlaps(spans, line[:, :2])
-    cut = strips[of]
-    begin = np.maximum(spans[of, 0], line[where, 0])
-    cut[:, 0] += begin - cut[:, 2]
-    cut[:, 1] = np.minimum(spans[of, 1], line[where, 1]) - begin
-    cut[:, 2] = begin
-    rows = np.concatenate([cut, part.rows[~even]])
-    numbers = np.concatenate([line[where, 2], np.full(int((~even).sum()), -1, dtype=np.int64)])
-    order = np.lexsort((rows[:, 2], numbers))  # in order of memory again
-    rows, numbers = rows[order], numbers[order]
-    starts = np.flatnonzero(np.diff(numbers, prepend=-2))
-    pieces = np.split(rows, starts[1:])
-    return [(number, replace(part, rows=piece)) for number, piece in zip(numbers[starts].tolist(), pieces, strict=True)]
 
 
 def plan_fingerprints(source_map: SourceMap, cells: Sequence[RunTable]) -> FingerprintPlan:

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra.dtypes import IdArray, dtype_of
+from layout_algebra.dtypes import dtype_of
 from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.device import Device
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
-from transfer_exec.fetching import BATCH_BYTES, batches_of, descriptors_of
+from transfer_exec.fetching import chunks_of
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
@@ -41,9 +41,6 @@ DEPTH = 2
 """Rounds under way at once, where nobody says otherwise."""
 
 _SEQUENCE_LIMIT = 1 << 63
-
-Landed = Callable[[str, int], None]
-"""Told a peer and the number of a batch."""
 
 
 class Executor:
@@ -69,8 +66,6 @@ class Executor:
         Rounds under way at once, equal on all workers; the buffers' memory is that many times a round's.
     before_read
         Called in every update before anything is read straight into memory.
-    batch_bytes
-        About how much is read at once straight into memory.
 
     Raises
     ------
@@ -91,7 +86,6 @@ class Executor:
         devices: Sequence[Device] = (),
         depth: int = DEPTH,
         before_read: Callable[[], None] = lambda: None,
-        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         if transport.worker != program.worker:
             raise TransportError(
@@ -113,7 +107,6 @@ class Executor:
         if program.lent:
             transport.lend(memory_of_tensors.only(program.lent))
         self._before_read = before_read
-        self._batch_bytes = batch_bytes
         self._memory = memory_of_tensors
         self._readings: dict[str, Reading] = {}
         self._buffers = open_buffers(program, transport, depth)
@@ -150,12 +143,6 @@ class Executor:
         return self._buffers
 
     @property
-    def batches(self) -> Mapping[str, tuple[IdArray, ...]]:
-        """What is read straight into memory, by peer, in the order it is begun; columns as in `FetchColumn`."""
-        fetches = zip(self._program.fetches, self._program.fetch_rows, strict=True)
-        return {fetch.peer: batches_of(rows, self._batch_bytes) for fetch, rows in fetches}
-
-    @property
     def staged(self) -> Mapping[str, npt.NDArray[np.generic]]:
         """Checkpoint tensors that opaque parameters depend on, by name; whole after `run`, until the next one."""
         return self._staged
@@ -190,7 +177,7 @@ class Executor:
         """Whom runs tell, in their own thread, how many rounds are over, and of how many."""
         self._progress = progress
 
-    def run(self, version: int, *, trace: bool = False, landed: Landed | None = None) -> WorkerReport:
+    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
@@ -199,8 +186,6 @@ class Executor:
             Greater than that of any earlier run, and the same on all workers.
         trace
             Keep spans in the report (`transfer_exec.trace`).
-        landed
-            Told the peer and number of each of `batches` once it is in memory, on the thread that moved it.
 
         Raises
         ------
@@ -214,7 +199,7 @@ class Executor:
         After an error parameters may be half written, and the executor does not run again: peers may still be at
         the old version. Make a new one on a new transport.
         """
-        steps = self.start(version, self._pool, trace=trace, landed=landed)
+        steps = self.start(version, self._pool, trace=trace)
         previous: Wait | None = None
         since, reached = 0.0, 0
         try:
@@ -246,9 +231,7 @@ class Executor:
         finally:
             steps.close()
 
-    def start(
-        self, version: int, pool: ThreadPool | None = None, *, trace: bool = False, landed: Landed | None = None
-    ) -> Steps:
+    def start(self, version: int, pool: ThreadPool | None = None, *, trace: bool = False) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
         It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that
@@ -280,7 +263,6 @@ class Executor:
             pool=pool,
             trace=trace,
             before_read=self._before_read,
-            landed=landed,
         )
         return update.steps(self._pack, self._assemble)
 
@@ -295,10 +277,9 @@ class Executor:
         self._transport.close()
 
     def _prepared(self, endpoints: Mapping[str, Endpoint]) -> Iterator[Reading]:
-        worker, memory = self._program.worker, self._memory
-        for peer, batches in self.batches.items():
-            lent = endpoints[peer].lent
+        for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
+            lent = endpoints[fetch.peer].lent
             if lent is None:
-                raise TransportError(f"{worker}: reads from {peer}, which lends nothing")
-            descriptors = descriptors_of(worker, peer, batches, Stretches.of(lent), memory)
-            yield self._transport.prepare_read(peer, memory, descriptors)
+                raise TransportError(f"{self._program.worker}: reads from {fetch.peer}, which lends nothing")
+            chunks = chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._memory)
+            yield self._transport.prepare_read(fetch.peer, self._memory, chunks)

@@ -3,7 +3,7 @@
 ::
 
     trainer    tensors are ready ............................................. everybody has read
-    rollout    | wait | read, in batches on threads | still lent? | say so |
+    rollout    | wait | read, in chunks on threads | still lent? | say so |
 
 A reader is done when its source has not taken its tensors back before the last byte was read; a source that gives an
 update up takes them back before it returns, so nobody mistakes what comes after for this version. Both are flags with
@@ -13,10 +13,9 @@ numbers: ``first_number`` of the version for "ready", one more for "taken back",
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -29,38 +28,21 @@ from transfer_exec.signals import READ, Wait, first_number, lent_tag
 from transfer_exec.transport.base import Descriptors, Ticket, Transport
 from transfer_exec.transport.stretches import Reading, Stretches
 
-BATCH_BYTES = 8 << 20
+_CHUNK_BYTES = 8 << 20
 """Read at once: about a millisecond or two, after which a read that was given up ends."""
-_BATCH_ROWS = 1 << 14
+_CHUNK_ROWS = 1 << 14
 _DRAIN_POLL_S = 50e-6
 
 
-def batches_of(rows: IdArray, batch_bytes: int = BATCH_BYTES) -> tuple[IdArray, ...]:
-    """Cut the rows of a fetch into what is read at once, below twice ``batch_bytes``; columns as in `FetchColumn`."""
-    counts = -(-rows[:, FetchColumn.BYTES] // batch_bytes)
-    of = np.repeat(np.arange(len(rows)), counts)
-    skipped = expand_ranges(np.zeros(len(rows), dtype=np.int64), counts) * batch_bytes
-    cut = rows[of]
-    cut[:, FetchColumn.LENT_OFFSET] += skipped
-    cut[:, FetchColumn.OFFSET] += skipped
-    cut[:, FetchColumn.BYTES] = np.minimum(cut[:, FetchColumn.BYTES] - skipped, batch_bytes)
-    # A batch ends where the next row would be the first past a multiple of its bytes, or of its rows.
-    before = np.cumsum(cut[:, FetchColumn.BYTES]) - cut[:, FetchColumn.BYTES]
-    full = (np.diff(before // batch_bytes) > 0) | (np.diff(np.arange(len(cut)) // _BATCH_ROWS) > 0)
-    return tuple(part for part in np.split(cut, np.flatnonzero(full) + 1) if len(part))
-
-
-def descriptors_of(
-    worker: str, peer: str, batches: Sequence[IdArray], lent: Stretches, memory: Stretches
-) -> tuple[Descriptors, ...]:
-    """Batches as transports count through memory.
+def chunks_of(worker: str, peer: str, rows: IdArray, lent: Stretches, memory: Stretches) -> tuple[Descriptors, ...]:
+    """Cut the rows of a fetch into what is read at once.
 
     Parameters
     ----------
     worker, peer
         Who reads from whom.
-    batches
-        From `batches_of`.
+    rows
+        Columns as in `FetchColumn`.
     lent, memory
         Of the peer, and the worker's own.
 
@@ -69,13 +51,11 @@ def descriptors_of(
     TransportError
         If a row leaves the peer's lent tensor.
     """
-    if not batches:
-        return ()
-    rows = np.concatenate(batches)
+    lent_starts, starts = lent.starts, memory.starts
     number, offset, size = rows[:, FetchColumn.LENT], rows[:, FetchColumn.LENT_OFFSET], rows[:, FetchColumn.BYTES]
     bad = number >= len(lent.sizes)
     if not bad.any():
-        bad = offset + size > lent.sizes[number]
+        bad = offset + size > lent.sizes[number] if len(rows) else bad
     if bad.any():
         first = int(np.flatnonzero(bad)[0])
         raise TransportError(
@@ -83,9 +63,16 @@ def descriptors_of(
             f"{int(number[first])} of {peer}, which lends {len(lent.sizes)} tensors and not so much of that one; "
             "compile both of one plan"
         )
-    target = memory.starts[rows[:, FetchColumn.TENSOR]] + rows[:, FetchColumn.OFFSET]
-    found = np.stack([lent.starts[number] + offset, target, size], axis=1).astype(np.uint64)
-    return tuple(np.split(found, np.cumsum([len(batch) for batch in batches])[:-1]))
+    counts = -(-size // _CHUNK_BYTES)
+    of = np.repeat(np.arange(len(rows)), counts)
+    skipped = expand_ranges(np.zeros(len(rows), dtype=np.int64), counts) * _CHUNK_BYTES
+    source = lent_starts[number[of]] + offset[of] + skipped
+    target = starts[rows[of, FetchColumn.TENSOR]] + rows[of, FetchColumn.OFFSET] + skipped
+    cut = np.stack([source, target, np.minimum(size[of] - skipped, _CHUNK_BYTES)], axis=1)
+    # A chunk ends where the next row would be the first past a multiple of its bytes, or of its rows.
+    before = np.cumsum(cut[:, 2]) - cut[:, 2]
+    full = (np.diff(before // _CHUNK_BYTES) > 0) | (np.diff(np.arange(len(cut)) // _CHUNK_ROWS) > 0)
+    return tuple(part.astype(np.uint64) for part in np.split(cut, np.flatnonzero(full) + 1) if len(part))
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +87,6 @@ class Fetching:
         Where progress is noted.
     before_read
         Called before memory is written.
-    landed
-        Told of each batch that is in memory, by peer and number, on the thread that moved it.
     """
 
     program: Program
@@ -110,7 +95,6 @@ class Fetching:
     version: int
     ledger: Ledger
     before_read: Callable[[], None]
-    landed: Callable[[str, int], None] | None = None
     _tickets: set[Ticket] = field(default_factory=set)
     _lent_to: dict[str, Offer] = field(default_factory=dict)
 
@@ -174,8 +158,7 @@ class Fetching:
 
     def _read(self, fetch: Fetch) -> Generator[Wait, None, None]:
         reading = Wait(self.version, -1, READ, f"for a read from {fetch.peer} to complete")
-        landed = None if self.landed is None else partial(self.landed, fetch.peer)
-        ticket = self.transport.read(self.readings[fetch.peer], landed)
+        ticket = self.transport.read(self.readings[fetch.peer])
         self._tickets.add(ticket)
         yield reading
         while not self.transport.finished(ticket):

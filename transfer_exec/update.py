@@ -59,8 +59,6 @@ class Update:
         Where packing and assembling run, one at a time, beside the caller; without one, on the calling thread.
     before_read
         Called before anything is read straight into memory.
-    landed
-        Told of each batch of that, by peer and number, when it is in memory.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Update:
         pool: ThreadPool | None,
         trace: bool,
         before_read: Callable[[], None],
-        landed: Callable[[str, int], None] | None,
     ) -> None:
         self._program = program
         self._transport = transport
@@ -89,7 +86,7 @@ class Update:
         self._running: list[Running[None]] = []
         self._failures: list[TransportError] = []
         self._ledger = Ledger(program, version, trace=trace)
-        self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read, landed)
+        self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read)
 
     def steps(self, pack: Sequence[Job], assemble: Sequence[Job]) -> Steps:
         """All rounds, with each round's prepared packing and assembling."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+import transfer_exec.transport.shared_memory as shared_memory
 from adapters.connect_report import ConnectReport
+from adapters.failures import VerificationError
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from tests.adapters.crew import Crew, Outcome, wait_for
 from tests.adapters.toy import Holding, Pairs, same_bits
 from transfer_exec.errors import TransportError
 from transfer_exec.report import TransferReport
+from transfer_exec.transport.process_memory import Ranges
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 SHAPES = {"long": (64, 64), "turned": (64, 64), "short": (8,)}
@@ -119,3 +124,37 @@ def test_a_direct_read_that_fails_leaves_the_engine_torn(tmp_path: Path, monkeyp
         wait_for(lambda: crew.rollouts["a/0"].adapter.state.name == "TORN")
         connect(crew)
         assert sent_directly(crew, 2) == 2 * LONG_BYTES
+
+
+@pytest.mark.parametrize("staging", [(), ("a",)], ids=["in place", "staged"])
+def test_a_read_of_wrong_bytes_is_seen_and_named(
+    tmp_path: Path, staging: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit, as it lands: nobody but the digests can tell."""
+    read = shared_memory.read_process
+
+    def spoiling(pid: int, calls: Sequence[Ranges]) -> None:
+        read(pid, calls)
+        ctypes.c_uint8.from_address(int(calls[0].mine[0, 0])).value ^= 1
+
+    trainer, rollout = holding(turn=False), holding(turn=True)
+    with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE, staging=staging) as crew:
+        connect(crew)
+        assert sent_directly(crew, 1) > 0
+        monkeypatch.setattr(shared_memory, "read_process", spoiling)
+        (outcome,) = send(crew, 2)
+        assert isinstance(outcome.error, VerificationError)
+        assert "engine/a/0: the bits of long" in str(outcome.error)
+
+
+def test_without_verification_nothing_is_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("digested")
+
+    trainer, rollout = holding(turn=False), holding(turn=True)
+    with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE, verify="off") as crew:
+        monkeypatch.setattr(import_module("layout_algebra.fingerprint"), "digest_strips", refuse)
+        connect(crew)
+        (outcome,) = send(crew, 1)
+        assert outcome.value is not None, outcome.error
+        assert outcome.value.workers["engine/a/0"].direct_bytes > 0

@@ -9,13 +9,11 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from adapters.duty_messages import Cell
-from adapters.landing import DIGESTED_BYTES, Landing
 from adapters.verification import plan_proof
 from layout_algebra.dtypes import dtype_of
 from layout_algebra.source_map import SourceMap
 from tests.transfer_exec.crossing_worker import in_memory_file
 from transfer_exec.executor import Executor
-from transfer_exec.fetching import BATCH_BYTES
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
 from transfer_exec.transport.base import Endpoint
@@ -33,7 +31,7 @@ def serve(
     threads: int,
     receives: bool,
 ) -> None:
-    """Run a version whenever one is asked for: trainers digest before, rollouts what lands, as the adapters do."""
+    """Run a version whenever one is asked for: trainers digest before, rollouts what has landed, as the adapters do."""
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
     random = np.random.default_rng(len(mine.worker))
     memory: dict[str, np.ndarray] = {}
@@ -42,26 +40,14 @@ def serve(
         memory[tensor.name] = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
     memory |= {n: in_memory_file(memory[n]) for n in (mine.tensors[position].name for position in mine.mapped)}
     proof = plan_proof(worker_map, [Cell(*cell) for cell in cells], threads=threads)
-    executor = Executor(
-        mine,
-        memory,
-        SharedMemoryTransport(mine.worker),
-        kernels=CpuKernels(threads=threads),
-        batch_bytes=DIGESTED_BYTES if cells else BATCH_BYTES,
-    )
+    executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
-    landing = Landing.of(proof, mine, executor.batches, memory, executor.staged) if cells and receives else None
     pipe.send("connected")
     while (version := pipe.recv()) is not None:
         begun = time.monotonic()
-        sums: dict[int, int] = {}
-        if landing is not None:
-            landed = landing.begin()
-            executor.run(version, landed=landed.add)
-            sums = landed.digests(memory, executor.staged)
-        else:
-            sums = proof.digests(memory) if cells else sums
-            executor.run(version)
+        sums = proof.digests(memory) if cells and not receives else {}
+        executor.run(version)
+        sums = proof.digests(memory) if cells and receives else sums
         pipe.send((begun, time.monotonic(), sums))
     executor.close()

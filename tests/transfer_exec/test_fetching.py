@@ -26,7 +26,7 @@ from transfer_exec.errors import (
     UnreadableError,
 )
 from transfer_exec.executor import Executor
-from transfer_exec.fetching import batches_of, descriptors_of
+from transfer_exec.fetching import chunks_of
 from transfer_exec.in_process import run_in_process
 from transfer_exec.plan import Plan
 from transfer_exec.planner import make_plan
@@ -410,8 +410,7 @@ def test_another_division_of_the_plan_is_refused() -> None:
         connected(programs, memory_for(maps))
 
 
-@pytest.mark.parametrize("batch_bytes", [8 << 20, 512 << 10])
-def test_batches_keep_every_byte_in_its_place(batch_bytes: int) -> None:
+def test_chunks_keep_every_byte_in_its_place() -> None:
     """Long rows are cut and many short ones grouped; 3 MiB and 20 MiB and 40,000 rows of 8 bytes."""
     sizes = [3 << 20, 20 << 20, *[8] * 40_000]
     starts = np.cumsum([0, *sizes])[:-1]
@@ -420,12 +419,12 @@ def test_batches_keep_every_byte_in_its_place(batch_bytes: int) -> None:
     rows[:, FetchColumn.OFFSET] = starts
     rows[:, FetchColumn.BYTES] = sizes
     whole = Stretches(np.array([4096]), np.array([2 * sum(sizes)]))
-    batches = descriptors_of("e", "t", batches_of(rows, batch_bytes), whole, whole)
-    for batch in batches:
-        assert len(batch) <= 1 << 14
-        assert int(batch[:, 2].sum()) < 2 * batch_bytes
-    cut = np.concatenate(batches).astype(np.int64)
-    assert len(batches) < 6 + sum(sizes) // batch_bytes
+    chunks = chunks_of("e", "t", rows, whole, whole)
+    for chunk in chunks:
+        assert len(chunk) <= 1 << 14
+        assert int(chunk[:, 2].sum()) <= 16 << 20
+    cut = np.concatenate(chunks).astype(np.int64)
+    assert len(chunks) < 12
     owner = np.searchsorted(starts, cut[:, 1], side="right") - 1
     assert np.array_equal(np.bincount(owner, cut[:, 2]), sizes)
     assert np.array_equal(cut[:, 0] - rows[owner, FetchColumn.LENT_OFFSET], cut[:, 1] - starts[owner])

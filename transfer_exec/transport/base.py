@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NewType, Protocol
 
 import msgspec
@@ -46,9 +46,6 @@ RegionHandle = NewType("RegionHandle", int)
 
 Ticket = NewType("Ticket", int)
 """A posted write or read."""
-
-Landed = Callable[[int], None]
-"""Told the number of a batch that is in memory, by whoever moved it there and before its ticket is finished."""
 
 
 class Flag(NamedTuple):
@@ -259,15 +256,8 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, reading: Reading, landed: Landed | None = None) -> Ticket:
+    def read(self, reading: Reading) -> Ticket:
         """Post copies from what a peer lends into own memory; neither may go away until the ticket is finished.
-
-        Parameters
-        ----------
-        reading
-            What.
-        landed
-            Told of each of its batches once, on any thread; not of one that failed or was not begun.
 
         Raises
         ------

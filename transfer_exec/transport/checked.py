@@ -34,7 +34,6 @@ from transfer_exec.transport.base import (
     Descriptors,
     Endpoint,
     Flag,
-    Landed,
     Memory,
     Patience,
     RegionHandle,
@@ -158,8 +157,8 @@ class CheckedTransport(ABC, Generic[_Posted]):
         """What a peer that was reached lends, with own addresses, and ``MAPPED``, of what this process has mapped."""
         return lent
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], landed: Landed | None) -> _Posted:
-        """Copy what a `Reading` has, and tell of each batch."""
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> _Posted:
+        """Copy what a `Reading` has."""
         raise TransportError(f"{self.name} cannot read memory")
 
     def _stop(self, posted: _Posted) -> None:
@@ -290,12 +289,12 @@ class CheckedTransport(ABC, Generic[_Posted]):
         found = (Batch.of(merge_neighbours(part).astype(np.int64)) for part in parts)
         return Reading(peer, tuple(found), known.lent)
 
-    def read(self, reading: Reading, landed: Landed | None = None) -> Ticket:
+    def read(self, reading: Reading) -> Ticket:
         """See `Transport.read`."""
         known = self._known(reading.peer)
         if known.lent is not reading.lent:
             raise TransportError(f"{reading.peer}: was connected again since what is read of it was prepared")
-        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches, landed)))
+        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches)))
 
     def stop(self, ticket: Ticket) -> None:
         """See `Transport.stop`."""

@@ -30,7 +30,7 @@ import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.base import Endpoint, Flag, Landed, Memory, Ticket
+from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.queues import Bases
 from transfer_exec.transport.stretches import Batch, Stretches
@@ -248,7 +248,6 @@ class LoopbackTransport(CheckedTransport[int]):
         super().__init__(worker, "loopback", network.limits)
         self.network = network
         self._flags: list[Flag] = []
-        self._to_tell: dict[int, tuple[Landed, int]] = {}
         self._stale = False
 
     def memory_mapped_anew(self) -> None:
@@ -329,7 +328,7 @@ class LoopbackTransport(CheckedTransport[int]):
     def _lend(self, memory: Stretches) -> str:
         return ""
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], landed: Landed | None) -> int:
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> int:
         member = self.network.member(peer.worker)
         assert member is not None
         pieces, ends = [], []
@@ -340,18 +339,10 @@ class LoopbackTransport(CheckedTransport[int]):
             there, offset = member.lent_window(source, size)
             ends.append((there, _bytes_at(target, size)))
             pieces.append((offset, size))
-        posted = self.network.post(WriteRecord(peer.worker, self.worker, LENT, tuple(pieces)), ends)
-        if landed is not None:
-            self._to_tell[posted] = landed, len(batches)
-        return posted
+        return self.network.post(WriteRecord(peer.worker, self.worker, LENT, tuple(pieces)), ends)
 
     def _ended(self, posted: int) -> bool:
-        ended = self.network.done(posted)
-        if ended and posted in self._to_tell:
-            landed, count = self._to_tell.pop(posted)
-            for number in range(count):
-                landed(number)
-        return ended
+        return self.network.done(posted)
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
         member = self.network.member(peer.worker)

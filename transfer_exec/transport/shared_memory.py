@@ -34,7 +34,7 @@ from layout_algebra.signal_safe import Job, ThreadPool
 from transfer_exec.device import Device
 from transfer_exec.errors import TransportError, UnmappableError, UnreadableError
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
-from transfer_exec.transport.base import Endpoint, Flag, Landed, Memory
+from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
 from transfer_exec.transport.queues import Bases
@@ -177,10 +177,10 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         _check_readable(peer.worker, peer.lent.where, lent.addresses[(addresses < MAPPED) & (lent.sizes > 0)])
         return Stretches(addresses, lent.sizes)
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], landed: Landed | None) -> _Copying:
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> _Copying:
         assert peer.lent is not None
         pid = int(peer.lent.where.rpartition("/")[2])
-        copying = _Copying(pid, deque(enumerate(batches)), landed, self._lent_files[peer.worker])
+        copying = _Copying(pid, deque(batches), self._lent_files[peer.worker])
         try:
             copying.running = [self._readers.submit(copying.run) for _ in range(min(self._threads, len(batches)))]
         except RuntimeError as error:
@@ -274,8 +274,7 @@ class _Copying:
     """A read under way: batches that no thread has begun, and mappings, which live as long as they are looked at."""
 
     pid: int
-    left: deque[tuple[int, Batch]]
-    landed: Landed | None
+    left: deque[Batch]
     mappings: tuple[npt.NDArray[np.uint8], ...]
     running: list[Job[None]] = field(default_factory=list)
     stopped: bool = False
@@ -283,14 +282,11 @@ class _Copying:
     def run(self) -> None:
         """Copy batches until none is left; after an error no other thread begins one."""
         while (batch := self._next()) is not None:
-            number, (mapped, read) = batch
             try:
-                if len(mapped):
-                    copy_ranges(mapped, True)
-                read_process(self.pid, read)
-                if self.landed is not None:
-                    self.landed(number)
-            except BaseException:
+                if len(batch.mapped):
+                    copy_ranges(batch.mapped, True)
+                read_process(self.pid, batch.read)
+            except TransportError:
                 self.left.clear()
                 raise
 
@@ -299,7 +295,7 @@ class _Copying:
         self.stopped = True
         self.left.clear()
 
-    def _next(self) -> tuple[int, Batch] | None:
+    def _next(self) -> Batch | None:
         try:
             return self.left.popleft()
         except IndexError:
