@@ -32,6 +32,8 @@ _LANES, _VECTORS = 4, 4
 _VECTOR = ir.VectorType(_WORD, _LANES)
 _GROUP_WORDS = _LANES * _VECTORS
 _AHEAD_BYTES = 2048
+_LONG_WORDS = 128
+"""Shorter runs gain nothing from groups."""
 _ABREAST, _TALL, _PITCH = 64, 256, 256 + 32
 """So many strips beside each other are turned at once, so many elements of each; the pitch keeps them apart."""
 
@@ -186,8 +188,11 @@ def _dot_run(
     head = min(-low & ((1 << shift) - 1), count) if shift > 0 else count
     inside = (count - head) >> shift
     first = (low + head) >> shift
-    groups = inside // _GROUP_WORDS
-    dot = dot_words(bits, start + head, word_weights, first, groups)
+    dot = np.uint64(0)
+    groups = 0
+    if inside >= _LONG_WORDS:
+        groups = inside // _GROUP_WORDS
+        dot = dot_words(bits, start + head, word_weights, first, groups)
     for number in range(groups * _GROUP_WORDS, inside):
         word, weight = word_at(bits, start + head, number), element_at(word_weights, first + number)
         dot += (word & _LOW) * (weight & _LOW) + (word >> _HALF) * (weight >> _HALF)
