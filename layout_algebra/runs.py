@@ -161,14 +161,13 @@ def merge_intervals(intervals: IdArray) -> IdArray:
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(intervals):
         return np.empty((0, 2), dtype=np.int64)
-    if np.any(intervals[1:, 0] < intervals[:-1, 0]):
-        intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(intervals[:, 1])
+    # Which begin belongs to which end is of no account: before a begin as many must have ended as have begun.
+    begins, ends = np.sort(intervals[:, 0]), np.sort(intervals[:, 1])
     opens = np.ones(len(intervals), dtype=bool)
-    opens[1:] = intervals[1:, 0] > reach[:-1]
+    opens[1:] = begins[1:] > ends[:-1]
     firsts = np.flatnonzero(opens)
     lasts = np.concatenate([firsts[1:], [len(intervals)]]) - 1
-    return np.stack([intervals[firsts, 0], reach[lasts]], axis=1)
+    return np.stack([begins[firsts], ends[lasts]], axis=1)
 
 
 def overlaps(left: IdArray, right: IdArray) -> tuple[IdArray, IdArray]:
