@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
+from layout_algebra._kernels import join_entries
 from layout_algebra.dtypes import IdArray
 
 
@@ -129,8 +130,23 @@ def distinct(numbers: IdArray) -> IdArray:
 
 
 @kernel
-def elements_behind(places: IdArray, width: int) -> IdArray:
-    """The elements of a matrix that second differences at some places are sums over; ascending, each once."""
+def elements_behind(places: IdArray, width: int, runs: IdArray) -> tuple[IdArray, IdArray]:
+    """The elements of a matrix that second differences at some places are sums over, and what they count as so far.
+
+    Parameters
+    ----------
+    places
+        Ascending, each once.
+    width
+        Of the matrix.
+    runs
+        Elements that count as 0: intervals (start, stop, ...), ascending.
+
+    Returns
+    -------
+    tuple
+        Elements, ascending, each once; and for each 0 if it lies in a run, else -1.
+    """
     out = np.empty(9 * len(places), dtype=np.int64)
     count = 0
     for place in places:
@@ -138,29 +154,45 @@ def elements_behind(places: IdArray, width: int) -> IdArray:
             for column in range(min(place % width, 2) + 1):
                 out[count] = place - row * width - column
                 count += 1
-    return distinct(out[:count])
-
-
-@kernel
-def outside_of(elements: IdArray, runs: IdArray) -> npt.NDArray[np.bool_]:
-    """Which elements lie in some of the runs (start, stop, ...); both ascending."""
-    out = np.zeros(len(elements), dtype=np.bool_)
+    elements = distinct(out[:count])
+    numbers = np.empty(len(elements), dtype=np.int64)
     run = 0
-    for number in range(len(elements)):
-        while run < len(runs) and runs[run, 1] <= elements[number]:
+    for k in range(len(elements)):
+        while run < len(runs) and runs[run, 1] <= elements[k]:
             run += 1
-        out[number] = run < len(runs) and runs[run, 0] <= elements[number]
-    return out
+        numbers[k] = 0 if run < len(runs) and runs[run, 0] <= elements[k] else -1
+    return elements, numbers
 
 
 @kernel
-def differences_at(places: IdArray, width: int, elements: IdArray, numbers: IdArray, period: int) -> IdArray:
-    """Second differences modulo a period, along both axes, of the numbers that some elements hold.
+def join_names(
+    place: IdArray, value: npt.NDArray[np.integer], starts: IdArray, places: IdArray, width: int,
+    elements: IdArray, numbers: IdArray, moduli: IdArray, inverses: IdArray,
+) -> tuple[IdArray, IdArray, int]:  # fmt: skip
+    """``join_entries`` of some passes and one more: second differences of the numbers that some elements hold.
 
-    The one at a place is a sum over the 3 x 3 elements that end there, ``elements_behind`` of the places; what lies
-    before the matrix counts as 0.
+    Parameters
+    ----------
+    place, value, starts
+        The other passes' lists.
+    places
+        All places of those lists, ascending, each once.
+    width, elements, numbers
+        ``elements_behind`` of the places, and their numbers in the last pass.
+    moduli, inverses
+        Of all passes.
+
+    Returns
+    -------
+    tuple
+        As of ``join_entries``. The second difference at a place is a sum over the 3 x 3 elements that end there; what
+        lies before the matrix counts as 0.
     """
-    out = np.zeros(len(places), dtype=np.int64)
+    last = len(place)
+    all_place = np.empty(last + len(places), dtype=np.int64)
+    all_value = np.empty(last + len(places), dtype=np.int64)
+    for k in range(last):
+        all_place[k], all_value[k] = place[k], np.int64(value[k])
     for k in range(len(places)):
         total = np.int64(0)
         for row in range(min(places[k] // width, 2) + 1):
@@ -168,5 +200,9 @@ def differences_at(places: IdArray, width: int, elements: IdArray, numbers: IdAr
             for column in range(min(places[k] % width, 2) + 1):  # those to the left stand before it in the list
                 weight = (-2 if row == 1 else 1) * (-2 if column == 1 else 1)
                 total += weight * numbers[at - column]
-        out[k] = total % period
-    return out
+        all_place[last + k], all_value[last + k] = places[k], total % moduli[-1]
+    all_starts = np.empty(len(moduli) + 1, dtype=np.int64)
+    for k in range(len(moduli)):
+        all_starts[k] = starts[k]
+    all_starts[-1] = len(all_place)
+    return join_entries(all_place, all_value, all_starts, moduli, inverses)

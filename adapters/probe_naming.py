@@ -9,26 +9,22 @@ and one disagreement anywhere sends the worker to the last code pass and another
 several readings and irregular content are not named here: one more pass with other numbers says more about them.
 
 >>> table = np.random.default_rng(0).integers(0, 1 << 16, 1009).astype(np.uint16)
->>> places_in(table[100:140], 40, np.array([0, 39]), [Lookup.of(table)]).tolist()
+>>> places = np.array([-1, -1])
+>>> find_places(table[100:140], 40, np.array([0, 39]), [Lookup.of(table)], places)
+>>> places.tolist()
 [100, 139]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from adapters._naming_kernels import (
-    differences_at,
-    distinct,
-    elements_behind,
-    name_elements,
-    outside_holds,
-    outside_of,
-)
+from adapters._naming_kernels import distinct, elements_behind, join_names, name_elements, outside_holds
 from adapters.probe_checking import check_steady, finish, verify_watched
 from adapters.probe_codes import AllClaims, CodePasses, feeding
 from adapters.probe_feed import Pattern
@@ -38,11 +34,13 @@ from adapters.probe_settle import distinct_ids
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, steady_claims, verification_pair
 from adapters.probe_worker import ProbedWorker
 from adapters.torch_bits import Bits
-from layout_algebra.diff2 import Chunk, Diff2
+from layout_algebra.diff2 import Diff2
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import LoaderRaisedError
-from layout_algebra.recover import recover
+from layout_algebra.lifting import lift_slabs
+from layout_algebra.recover import ring_of
 from layout_algebra.residues import Pass
+from layout_algebra.sweeping import Entries, Sweep
 from layout_algebra.views import view_of
 
 WORTH_ELEMENTS = 1 << 24
@@ -67,6 +65,24 @@ class Lookup(NamedTuple):
         """Sort a table."""
         order = np.argsort(table, kind="stable")
         return Lookup(table, order, table[order])
+
+
+class _Joined(NamedTuple):
+    """What is the same for all tensors of one reading.
+
+    Attributes
+    ----------
+    lookups
+        A's numbers in the parameter's dtype, for every dtype that is fed.
+    ring
+        ``ring_of`` the code passes made so far and A.
+    total_elements
+        Of the checkpoint.
+    """
+
+    lookups: list[Lookup]
+    ring: tuple[IdArray, IdArray]
+    total_elements: int
 
 
 def verify_by_name(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, dict[str, IdArray]] | None:
@@ -146,15 +162,17 @@ def _name_all(
     worker: ProbedWorker, codes: CodePasses, pattern: Pattern, claims: AllClaims, pending: list[Callable[[], None]]
 ) -> bool:
     """Name all tensors, the largest first, and begin to compare each; whether all have names."""
-    known: dict[Reading, tuple[Prediction, list[Lookup]]] = {}
+    known: dict[Reading, tuple[Prediction, _Joined]] = {}
+    ring = ring_of([*codes.passes[:-1], Pass(VERIFY_PERIOD, 1)])
     for one in sorted(worker.live, key=lambda one: -one.tensor.nbytes):
         live, kept = one.bits(), worker.keeper.kept(one.name)
         for reading in codes.readings(one):
             if reading not in known:
                 prediction = predict(worker.space, (pattern,), one.dtype, reading)
-                known[reading] = prediction, [Lookup.of(table) for table in prediction.tables]
-            prediction, lookups = known[reading]
-            found = _claims_of_names(one, kept, codes, reading, lookups, worker.space.total_elements)
+                lookups = [Lookup.of(table) for table in prediction.tables]
+                known[reading] = prediction, _Joined(lookups, ring, worker.space.total_elements)
+            prediction, joined = known[reading]
+            found = _claims_of_names(one, live, kept, codes.diffs(one, reading), reading, joined)
             if found is None:
                 return False
             claims[one.name] = [found]
@@ -163,67 +181,59 @@ def _name_all(
 
 
 def _claims_of_names(
-    one: LiveTensor, kept: Bits, codes: CodePasses, reading: Reading, lookups: Sequence[Lookup], total_elements: int
+    one: LiveTensor, live: Bits, kept: Bits, diffs: Sequence[Diff2], reading: Reading, joined: _Joined
 ) -> Claims | None:
     """Claims of one tensor while it holds A's numbers, or None."""
-    live = one.bits()
-    diffs = codes.diffs(one, reading)
-    named = differences_of_names(live, one.shape, diffs, lookups)
-    if named is None:
-        return None
-    passes = [*(diff.of_pass for diff in diffs), named.of_pass]
-    recovery = recover([*diffs, named], passes, one.shape, total_elements)
-    copies = recovery.copies
     outside = diffs[0].outside()
-    covered = int(copies.elements.sum()) + int((outside[:, 1] - outside[:, 0]).sum())
-    if covered != len(live) or len(recovery.constants) or not outside_holds(live, outside):
+    if len(outside) and not outside_holds(live, outside):
+        return None
+    entries = _joined_entries(live, view_of(one.shape)[1], diffs, outside, joined)
+    if entries is None:
+        return None
+    # Every pass has the same elements outside and they count as 0: what the sweep finds odd is in no copy, nor there.
+    sweep = Sweep(one.shape, math.prod(joined.ring[0].tolist()), joined.total_elements)
+    copies = lift_slabs(sweep.run([entries]), one.shape)
+    if sweep.dirty or int(copies.elements.sum()) + int((outside[:, 1] - outside[:, 0]).sum()) != len(live):
         return None
     if len(copies) and int(distinct_ids(copies).min()) < FEWEST_IDS:
         return None
     return steady_claims(live, kept, one.shape, one.dtype, copies=copies, code_bits=reading.code_bits, reading=reading)
 
 
-def differences_of_names(
-    live: Bits, shape: tuple[int, ...], diffs: Sequence[Diff2], lookups: Sequence[Lookup]
-) -> Diff2 | None:
-    """Second differences of ids modulo the tables' period, at the places where code passes have some.
+def _joined_entries(
+    live: Bits, width: int, diffs: Sequence[Diff2], outside: IdArray, joined: _Joined
+) -> Entries | None:
+    """Second differences of ids, at the places where code passes have some, by those passes and the tables.
 
     Parameters
     ----------
     live
-        Flat bits of the parameter under verification A.
-    shape, diffs
-        Of the parameter, and what code passes left of it, none of it dense.
-    lookups
-        A's numbers in the parameter's dtype, for every dtype that is fed.
+        Flat bits, under verification A, of a matrix with rows of ``width``.
+    diffs
+        What the code passes left of it.
+    outside
+        Elements that count as 0, as ``Diff2.outside`` gives them.
+    joined
+        The tables, and how numbers of all passes are joined.
 
     Returns
     -------
-    Diff2 or None
+    tuple or None
         None if the neighbours of some element do not name it.
     """
-    _, width = view_of(shape)
-    places = distinct(np.concatenate([diff.entries()[0] for diff in diffs]))
-    elements = elements_behind(places, width)
-    names = np.zeros(len(elements), dtype=np.int64)
-    coded = ~outside_of(elements, diffs[0].outside())
-    names[coded] = places_in(live, width, elements[coded], lookups)
-    if np.any(names < 0):
+    lists = [diff.entries() for diff in diffs]
+    place, value = np.concatenate([one[0] for one in lists]), np.concatenate([one[1] for one in lists])
+    places = distinct(place)
+    elements, numbers = elements_behind(places, width, outside)
+    find_places(live, width, elements, joined.lookups, numbers)
+    if len(numbers) and int(numbers.min()) < 0:
         return None
-    period = len(lookups[0].table) if lookups else VERIFY_PERIOD
-    values = differences_at(places, width, elements, names, period)
-    places, values = places[values != 0], values[values != 0]
-    chunks = []
-    for chunk in diffs[0].chunks:
-        first, last = np.searchsorted(places, [chunk.start, chunk.stop])
-        at, value = (places[first:last] - chunk.start).astype(np.uint32), values[first:last].astype(np.uint32)
-        chunks.append(Chunk(chunk.start, chunk.stop, at, value, chunk.runs, chunk.bits, chunk.decoding, period))
-    return Diff2(shape, Pass(period, 1), tuple(chunks))
+    starts = np.cumsum([0, *(len(one[0]) for one in lists)])
+    found, total, count = join_names(place, value, starts, places, width, elements, numbers, *joined.ring)
+    return found[:count], total[:count]
 
 
-def places_in(live: Bits, width: int, elements: IdArray, lookups: Sequence[Lookup]) -> IdArray:
-    """Where in one of some tables every element stands, told by its neighbours in the row; negative where unknown."""
-    places = np.full(len(elements), -1, dtype=np.int64)
+def find_places(live: Bits, width: int, elements: IdArray, lookups: Sequence[Lookup], places: IdArray) -> None:
+    """Where in one of some tables elements stand, told by neighbours in the row, where that is negative so far."""
     for lookup in lookups:
         name_elements(live, width, elements, *lookup, WINDOW, places)
-    return places

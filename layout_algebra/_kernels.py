@@ -67,7 +67,9 @@ def entries_of_ids(ids: Ints, known: int, place: int) -> tuple[Ints, Ints, int]:
 
 
 @kernel
-def join_entries(place: Ints, value: Words, starts: Ints, moduli: Ints, inverses: Ints) -> tuple[Ints, Ints, int]:
+def join_entries(
+    place: Ints, value: npt.NDArray[np.integer], starts: Ints, moduli: Ints, inverses: Ints
+) -> tuple[Ints, Ints, int]:
     """Merge the passes' sorted lists by place and name each joint residue by one number.
 
     Parameters

@@ -162,7 +162,7 @@ class Diff2:
 
     def entries(self) -> tuple[IdArray, npt.NDArray[np.unsignedinteger]]:
         """Flat positions, ascending, and second differences of ``id mod modulus`` there, in ``1 .. modulus - 1``."""
-        parts = [chunk.entries() for chunk in self.chunks]
+        parts = [chunk.entries() for chunk in self.chunks if len(chunk.values)]
         places = np.concatenate([np.empty(0, dtype=np.int64), *(part[0] for part in parts)])
         return places, np.concatenate([_NOTHING, *(part[1] for part in parts)])
 

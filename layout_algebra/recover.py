@@ -149,6 +149,13 @@ def constant_ids(passes: Sequence[Pass]) -> IdArray:
     return join(residues, passes)
 
 
+def ring_of(passes: Sequence[Pass]) -> tuple[IdArray, IdArray]:
+    """The passes' moduli, and the inverse modulo each of the product of those before it; int64."""
+    moduli = [one.modulus for one in passes]
+    inverses = [pow(math.prod(moduli[:k]), -1, one) for k, one in enumerate(moduli)]
+    return np.array(moduli, dtype=np.int64), np.array(inverses, dtype=np.int64)
+
+
 def without(table: CopyTable, removed: IdArray, shape: Sequence[int]) -> CopyTable:
     """The rectangles of a table's ids after some elements became empty.
 
@@ -260,9 +267,7 @@ def _listed(ids: IdArray) -> Iterator[Entries]:
 
 def _joined(diffs: Sequence[Diff2], passes: Sequence[Pass]) -> Iterator[Entries]:
     """All passes' second differences as one list of numbers modulo the product of the moduli, a chunk at a time."""
-    moduli = [one.modulus for one in passes]
-    inverses = np.array([pow(math.prod(moduli[:k]), -1, one) for k, one in enumerate(moduli)], dtype=np.int64)
-    ring = np.array(moduli, dtype=np.int64), inverses
+    ring = ring_of(passes)
     for group in _groups(diffs):
         if any(chunk.is_dense for chunk in group[0]):
             start, end = group[0][0].start, group[0][0].stop

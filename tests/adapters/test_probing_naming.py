@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters import probe_naming
-from adapters.probe_naming import FEWEST_IDS, WINDOW, Lookup, places_in
+from adapters.probe_naming import FEWEST_IDS, WINDOW, Lookup, find_places
 from adapters.probing import probe
 from adapters.torch_bits import as_bits
 from layout_algebra.source_map import SourceMap
@@ -349,7 +349,10 @@ def test_neighbours_name_elements_in_either_direction() -> None:
     elements = np.array([0, 1, 40, 41, 63, 64, 80, 127])
     expected = [77, 82, 277, -1, 77 + 5 * 63, 131_000, 131_000 - 900 * 16, 131_000 - 900 * 63]
     expected[3] = 77 + 5 * 41
-    found = places_in(row, 128, elements, [Lookup.of(table)])
+    found, short, known = np.full(8, -1), np.full(2, -1), np.array([-1, 5])
+    find_places(row, 128, elements, [Lookup.of(table)], found)
     assert found.tolist() == [place % len(table) for place in expected]
-    short = places_in(row[: WINDOW - 1], WINDOW - 1, elements[:2], [Lookup.of(table)])
+    find_places(row[: WINDOW - 1], WINDOW - 1, elements[:2], [Lookup.of(table)], short)
     assert short.tolist() == [-1, -1]
+    find_places(row, 128, elements[:2], [Lookup.of(table)], known)
+    assert known.tolist() == [77, 5]
