@@ -18,6 +18,8 @@ from transfer_exec.kernels._vectors import fence
 
 _BLOCK = 2048
 _KEPT_BYTES = 1 << 14
+_STREAMED_BYTES = 1 << 22
+_LONG_PERIOD_BYTES = 1 << 10
 
 
 @kernel
@@ -41,18 +43,18 @@ def stream_bits(source: Bits, target: Bits) -> None:
 
 @kernel
 def fill_periodic(out: Bits, table: Bits, phase: int) -> None:
-    """``out[i] = table[(phase + i) % len(table)]``."""
+    """``out[i] = table[(phase + i) % len(table)]``; what a cache would not hold is not read into it for that."""
+    item = out.itemsize
     period = len(table)
+    streams = len(out) * item >= _STREAMED_BYTES and period * item >= _LONG_PERIOD_BYTES
     done = 0
     at = phase % period
     while done < len(out):
         run = min(period - at, len(out) - done)
-        target = out[done : done + run]
-        source = table[at : at + run]
-        for index in range(len(source)):
-            target[index] = source[index]
+        copy_piece(out.ctypes.data + done * item, table.ctypes.data + at * item, run * item, streams)
         done += run
         at = 0
+    fence()
 
 
 @kernel
