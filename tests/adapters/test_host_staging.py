@@ -53,7 +53,7 @@ def random_map(made: np.random.Generator, shapes: dict[str, tuple[int, ...]], dt
     return SourceMap.from_ids(space, ids, dtypes)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(seed=st.integers(0, 2**32), threads=st.integers(1, 2))
 def test_every_element_that_is_copied_and_no_other(seed: int, threads: int) -> None:
     made = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ class OnDevice(HostCopies):
             self._copy_device(place, live[place.name])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_the_way_of_devices_copies_the_same(seed: int) -> None:
     made = np.random.default_rng(seed)

@@ -73,7 +73,7 @@ def _refused_or_read(data: bytes, *, from_child: bool) -> None:
         return
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(data=st.binary(max_size=300), from_child=st.booleans())
 def test_noise_is_refused(data: bytes, from_child: bool) -> None:
     _refused_or_read(data, from_child=from_child)

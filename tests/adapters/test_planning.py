@@ -94,7 +94,7 @@ def test_a_rank_may_lack_what_another_rank_of_its_engine_fills() -> None:
         connect({"trainer/0": ALL}, {"engine/e/0": first})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(1, 12), max_size=12, unique=True))
 def test_needed_bytes_count_every_element_once(ids: list[int]) -> None:
     parts = {

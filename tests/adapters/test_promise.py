@@ -120,7 +120,7 @@ class Engine:
         return all(rank.served_at is not None for rank in self.ranks.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     ranks=st.integers(1, 6),
@@ -139,7 +139,7 @@ def test_all_ranks_serve_at_one_poll_and_nobody_is_stuck(
     assert {rank.served_at for rank in engine.ranks.values()} == {engine.commit.stop_at}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), lockstep=st.booleans(), after=st.integers(0, 60))
 def test_a_request_that_is_given_up_lets_everybody_go_on(seed: int, ranks: int, lockstep: bool, after: int) -> None:
     engine = Engine(seed, ranks, lockstep=lockstep, ordered=True)
@@ -151,7 +151,7 @@ def test_a_request_that_is_given_up_lets_everybody_go_on(seed: int, ranks: int, 
     engine.run(lambda: all(rank.steps_begun > steps[name] + 3 for name, rank in engine.ranks.items()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(2, 4), lockstep=st.booleans())
 def test_request_after_request(seed: int, ranks: int, lockstep: bool) -> None:
     engine = Engine(seed, ranks, lockstep=lockstep, ordered=True)

@@ -227,14 +227,13 @@ class Protocol(RuleBasedStateMachine):
 Protocol.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=30,
-    deadline=None,
     derandomize=True,  # the same jobs in every run; to search for others, take this away
     suppress_health_check=list(HealthCheck),
 )
 TestProtocol = Protocol.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), late=st.integers(0, 30))
 def test_two_polls_of_the_slowest_rank_from_request_to_common_action(seed: int, late: int) -> None:
     """An engine whose step needs all ranks, at any speed each; messages are quicker than a step."""

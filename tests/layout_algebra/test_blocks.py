@@ -63,7 +63,7 @@ def steps(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
     return layout, array
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(steps())
 def test_operations_mean_numpys(both: tuple[Layout, np.ndarray]) -> None:
     layout, array = both

@@ -59,7 +59,7 @@ def check(ids: Ids, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(id_matrices(), st.integers(0, 99))
 def test_normal_form_of_any_program(mode: str, ids: Ids, seed: int) -> None:
     with kernels_run(mode):
@@ -169,7 +169,7 @@ def one_copy(draw: st.DrawFn) -> tuple[tuple[int, ...], SliceCopy]:
     return shape, piece
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(one_copy())
 def test_one_copy_has_the_form_of_its_ids(drawn: tuple[tuple[int, ...], SliceCopy]) -> None:
     shape, piece = drawn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_algebra.correspondence import Correspondence, correspond
@@ -39,7 +39,6 @@ def cells(found: Correspondence) -> dict[int, tuple[tuple[str, ...], tuple[str, 
     return out
 
 
-@settings(deadline=None)
 @given(sides, sides)
 def test_classes_are_the_maximal_cells(held: list[set[int]], needed: list[set[int]]) -> None:
     holders = {f"trainer/{rank}": ids for rank, ids in enumerate(held)}

@@ -8,7 +8,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_algebra.blocks import declare
@@ -52,7 +52,6 @@ def content(found: Correspondence) -> object:
     return found.space.digest(), found.holders, found.needers, classes
 
 
-@settings(deadline=None)
 @given(sides, sides)
 def test_correspondences_come_back_equal(held: list[set[int]], needed: list[set[int]]) -> None:
     found = correspond(
@@ -64,7 +63,6 @@ def test_correspondences_come_back_equal(held: list[set[int]], needed: list[set[
     assert again.digest() == found.digest()
 
 
-@settings(deadline=None)
 @given(sides, sides)
 def test_digests_are_equal_exactly_when_contents_are(left: list[set[int]], right: list[set[int]]) -> None:
     holder = {"trainer/0": map_of(set(range(1, 12)))}

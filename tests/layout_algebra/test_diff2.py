@@ -60,7 +60,7 @@ def check(ids: Ids, dtype: str, one: Pass, strange: int = 0) -> Diff2:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(id_matrices(), st.sampled_from(sorted(STRANGE)), st.sampled_from(PASSES), st.integers(1, 40), st.integers(0, 8))
 def test_encode_is_the_second_difference(mode: str, ids: Ids, dtype: str, one: Pass, chunk: int, strange: int) -> None:
     with pytest.MonkeyPatch.context() as patch, kernels_run(mode):

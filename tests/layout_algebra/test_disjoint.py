@@ -36,7 +36,7 @@ def brute(pieces: list[SliceCopy], opaque: set[int]) -> bool:
     return len(set(listed)) != len(listed)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(boxes(4), st.sets(st.integers(0, SIZE - 1), max_size=5))
 def test_pieces_meet_where_listed_elements_do(pieces: list[SliceCopy], opaque: set[int]) -> None:
     table = CopyTable.of(pieces)
@@ -44,7 +44,7 @@ def test_pieces_meet_where_listed_elements_do(pieces: list[SliceCopy], opaque: s
     assert pieces_meet(table, RunTable.from_ids(sorted(opaque)), SIZE) == brute(pieces, opaque)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_tilings_of_a_matrix_are_decided_without_listing(data: st.DataObject) -> None:
     """Random guillotine cuts, interleaved: disjoint until one piece is moved."""

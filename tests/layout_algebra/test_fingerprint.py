@@ -53,7 +53,7 @@ def test_is_the_weighted_sum() -> None:
         assert got[name] == sum(bits[i - 1] * weight(i, width) for i in range(start, stop)) % 2**64
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_shards_add_up_in_any_layout(seed: int, ranks: int) -> None:
     rng = np.random.default_rng(seed)

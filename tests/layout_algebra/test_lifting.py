@@ -44,7 +44,7 @@ def check(ids: Ids) -> CopyTable:
 
 
 @pytest.mark.parametrize("sparse", [1, 1 << 40], ids=["counted", "windows"])
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(id_matrices(), st.integers(1, 40), st.integers(1, 20), st.sampled_from([0, 2, 5]))
 def test_small_windows_and_slabs(
     sparse: int, monkeypatch: pytest.MonkeyPatch, ids: Ids, window: int, slab: int, many: int

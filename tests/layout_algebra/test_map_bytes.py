@@ -9,7 +9,7 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_algebra.blocks import declare
@@ -89,7 +89,6 @@ def test_a_map_comes_back_equal() -> None:
     assert SourceMap.from_bytes(bytearray(made.to_bytes())).same_as(made)
 
 
-@settings(deadline=None)
 @given(st.permutations(["layers.0.p", "layers.1.p", "q", "opaque"]))
 def test_order_of_parameters_changes_nothing(order: list[str]) -> None:
     made = sample_map()

@@ -34,7 +34,7 @@ def elements_of(where: str, shape: tuple[int, ...]) -> set[int]:
     return {int(i) + step for step in steps for i in np.atleast_1d(found)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(arrays, arrays, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=4))
 def test_ranges_are_the_elements_that_differ(left: np.ndarray, right: np.ndarray, same: list[tuple[int, int]]) -> None:
     for row, column in same:

@@ -70,7 +70,7 @@ def check(ids: Ids, total: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(id_matrices(), st.integers(0, 10**7), st.sampled_from([0, 1, 10**12, 2**49]))
 @example(np.array([[1, 2, 3, 0], [4, 5, 6, 0]]), 0, 0)
 @example(np.array([[0, 1, 2, 3]]), 0, 0)  # 0 lies on the run's own line
@@ -250,7 +250,7 @@ def test_constants_of_several_numbers_are_pieces_of_their_own() -> None:
     assert not found.constants.source_strides.any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(id_matrices(), st.integers(1, 1918), st.data())
 def test_constants_that_are_codes_are_told_apart(ids: Ids, number: int, data: st.DataObject) -> None:
     """Padding with ones, say: equal bits in every pass, which no id of a small checkpoint would leave."""
@@ -275,7 +275,7 @@ def test_a_constant_names_the_id_that_its_residues_name() -> None:
     assert [int(named[1917]) % one.modulus for one in passes] == [1917, 0, 0], "outside in two passes"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(id_matrices(), st.data())
 def test_removing_elements(ids: Ids, data: st.DataObject) -> None:
     removed = np.array(data.draw(st.lists(st.booleans(), min_size=ids.size, max_size=ids.size)), dtype=np.int8)

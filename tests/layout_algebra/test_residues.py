@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adapters.torch_bits import bits_view
@@ -74,7 +74,6 @@ def check_plan(total: int) -> None:
     assert abs(passes[2].multiplier / moduli[2] - 0.38) < 0.01, "scrambled"
 
 
-@settings(deadline=None)
 @given(st.integers(0, MAX_ELEMENTS - 1))
 def test_plan_laws(total: int) -> None:
     check_plan(total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -25,7 +25,6 @@ id_arrays = hnp.arrays(
 id_maps = st.dictionaries(st.text(min_size=1, max_size=6), id_arrays, max_size=4)
 
 
-@settings(deadline=None)
 @given(id_maps)
 def test_ids_come_back(ids: dict[str, np.ndarray]) -> None:
     made = SourceMap.from_ids(SPACE, ids)
@@ -51,7 +50,6 @@ def test_ids_come_back(ids: dict[str, np.ndarray]) -> None:
     assert made.held().ids().tolist() == sorted({int(i) for i in flat if i > 0})
 
 
-@settings(deadline=None)
 @given(id_maps)
 def test_bytes_round_trip_and_order_has_no_effect(ids: dict[str, np.ndarray]) -> None:
     made = SourceMap.from_ids(SPACE, ids)
@@ -64,7 +62,6 @@ def test_bytes_round_trip_and_order_has_no_effect(ids: dict[str, np.ndarray]) ->
     assert turned.to_bytes() == made.to_bytes()
 
 
-@settings(deadline=None)
 @given(id_arrays, id_arrays)
 def test_digests_are_equal_exactly_when_ids_are(left: np.ndarray, right: np.ndarray) -> None:
     same = left.shape == right.shape and np.array_equal(left, right)
@@ -72,7 +69,6 @@ def test_digests_are_equal_exactly_when_ids_are(left: np.ndarray, right: np.ndar
     assert (a.digest() == b.digest()) == same
 
 
-@settings(deadline=None)
 @given(id_maps)
 def test_strips_say_where_every_id_lives(ids: dict[str, np.ndarray]) -> None:
     made = SourceMap.from_ids(SPACE, ids)

@@ -48,7 +48,7 @@ def test_a_degree_that_was_not_seen_is_foretold(name: str) -> None:
             assert family.instantiate(rank, unseen).digest() == case.at(rank, unseen).digest(), (rank, unseen)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(CASES)), st.randoms(use_true_random=False))
 def test_a_few_ranks_foretell_the_others(name: str, chance: random.Random) -> None:
     """First, last and some ranks of most degrees: every rank of every degree is right, those not seen included."""
@@ -414,7 +414,7 @@ def found_or_refusal(family: SymbolicMap, rank: int, degree: int) -> SourceMap |
         return error
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(programs(), st.sampled_from([2, 3, 4]))
 def test_random_layouts_are_foretold_or_refused_never_wrong(program: Program, unseen: int) -> None:
     degrees = (1, 2, 3, 4, 6)
@@ -450,7 +450,7 @@ formulas = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(formulas, st.integers(0, 6), st.integers(1, 7))
 def test_values_equal_sympys_and_formulas_travel(formula: sympy.Expr, rank: int, degree: int) -> None:
     exact = formula.subs({RANK: rank, DEGREE: degree})

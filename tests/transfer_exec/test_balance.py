@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import topologies
 from plan_oracle import Case
@@ -139,7 +139,7 @@ def tensor_cases(draw: st.DrawFn) -> tuple[Tensors, list[str], Topology]:
     return tensors, workers, draw(topologies(case))
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(tensor_cases())
 def test_the_optimum_is_that_of_all_lawful_mixtures(drawn: tuple[Tensors, list[str], Topology]) -> None:
     tensors, workers, topology = drawn
@@ -150,7 +150,7 @@ def test_the_optimum_is_that_of_all_lawful_mixtures(drawn: tuple[Tensors, list[s
     assert plan.lower_bound_s <= best * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(tensor_cases())
 def test_pouring_is_lawful_and_no_better_than_the_optimum(drawn: tuple[Tensors, list[str], Topology]) -> None:
     tensors, workers, topology = drawn
@@ -241,7 +241,7 @@ def plan_by_nodes(demand: Correspondence, topology: Topology) -> Plan:
     return plan
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(tensor_cases())
 def test_two_steps_are_lawful_and_never_better_than_they_say(drawn: tuple[Tensors, list[str], Topology]) -> None:
     tensors, workers, topology = drawn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 
@@ -15,7 +15,7 @@ from transfer_exec.errors import BudgetError
 from transfer_exec.topology import Node, Topology
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.data())
 def test_bytes_of_every_baseline(data: st.DataObject) -> None:
     case = data.draw(cases())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_algebra.blocks import declare, whole
@@ -34,7 +34,6 @@ def demand_of(rows: dict[str, tuple[int, list[str], list[str]]]) -> Corresponden
     return correspond(*maps)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 64))
 def test_equation_one(trainers: int, engines: int, size: int, per_node: int, mib: int) -> None:
     """Replicated trainers, engines whose ranks need a part each: T_min = max(M / B_T, max_v M_v / B_v)."""

@@ -43,7 +43,6 @@ def plan_of(*routes: Route, rounds: int = 1, nodes: tuple[int, ...] = NODES, clu
     return Plan("s", HOLDERS, NEEDERS, nodes, routes, rounds, 64, 1.0, "link", 1.0, 1.0, clusters)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 50))
 def test_parts_tile_every_route_and_rounds_are_even(sizes: list[int], rounds: int) -> None:
     starts = np.cumsum([0, *sizes])
@@ -381,7 +380,7 @@ def test_forged_bytes_are_refused(changes: dict[str, object], message: str) -> N
         Plan.from_bytes(forged(**changes))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_damage_is_noticed(data: st.DataObject) -> None:
     good = bytearray(plan_of(route(range(1, 30, 3), *FULL)).to_bytes())

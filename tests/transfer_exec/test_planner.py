@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 from plan_oracle import replay
@@ -23,7 +23,7 @@ from transfer_exec.routes import make_routes
 from transfer_exec.shares import Balance
 from transfer_exec.spread import spread_demands
 
-thorough = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=100)
 
 
 @thorough

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 from plan_oracle import Case, replay
@@ -14,7 +14,7 @@ from transfer_exec.planner import make_plan
 from transfer_exec.replan import change_workers, replan
 from transfer_exec.topology import Node, Topology
 
-thorough = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=60)
 
 
 @st.composite

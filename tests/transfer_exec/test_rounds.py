@@ -48,7 +48,7 @@ def fits(routes: tuple[Route, ...], rounds: int, buffer_bytes: int) -> bool:
 rows = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(rows, st.integers(8, 60))
 def test_the_smallest_number_that_fits(drawn: list[tuple[int, int, int]], buffer_bytes: int) -> None:
     routes = routes_of(drawn)

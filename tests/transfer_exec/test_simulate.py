@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 
@@ -145,7 +145,7 @@ def test_traffic_that_makes_no_sense_is_refused(flow: Flow, word: str) -> None:
         )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.data())
 def test_no_plan_beats_its_load_and_a_slower_cluster_is_no_faster(data: st.DataObject) -> None:
     case = data.draw(cases())

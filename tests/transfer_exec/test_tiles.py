@@ -28,7 +28,7 @@ small = st.integers(1, 5)
 @given(
     st.lists(st.tuples(st.integers(0, 40), small, st.integers(0, 3), small, st.integers(0, 6)), max_size=4), st.data()
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_cut_grids(drawn: list[tuple[int, ...]], data: st.DataObject) -> None:
     rows = [(s, n, a, c, (n - 1) * a + 1 + gap) for s, n, a, c, gap in drawn]
     windows = [sorted(data.draw(st.tuples(st.integers(-5, 120), st.integers(-5, 120)))) for _ in rows]
@@ -83,7 +83,7 @@ def cells_of(table: TileTable) -> list[list[tuple[int, int]]]:
 
 
 @given(st.lists(st.lists(copies(), max_size=2), max_size=2), sorted_runs())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_tiles_are_their_copies_and_what_they_share_with_runs(tensors: list[list[SliceCopy]], runs: np.ndarray) -> None:
     table = TileTable.of([CopyTable.of(each) for each in tensors])
     cells = cells_of(table)
@@ -153,7 +153,7 @@ def plan_of(*ids: list[int], width: int = 2) -> Plan:
 
 
 @given(st.lists(st.integers(0, 3), min_size=47, max_size=47), st.integers(2, 8))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_route_runs_are_the_routes(owner: list[int], step: int) -> None:
     """Arbitrary and regular sets, over edges of tensors and of dtypes."""
     if step < 8:
@@ -194,7 +194,7 @@ def test_routes_of_another_checkpoint_are_refused() -> None:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 6), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_parts_of_some_routes(sizes: list[int], rounds: int, data: st.DataObject) -> None:
     """Equal parts and parts of groups alike, against the plan's own spans."""
     total = sum(sizes)

@@ -7,7 +7,7 @@ import doctest
 import numpy as np
 import pytest
 from crossing import random_crossing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 from plan_oracle import replay
@@ -48,7 +48,7 @@ def check_together(plan: Plan, space: CheckpointSpace, unit: Unit) -> None:
             assert len(set().union(*seen)) <= 1, (spec.name, unit)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.data())
 def test_every_law_holds_and_tensors_stay_whole(data: st.DataObject) -> None:
     case = data.draw(cases())
