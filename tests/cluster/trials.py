@@ -207,12 +207,14 @@ class Course:
         if self._can_send(trial):
             there = [number for number in range(TRAINERS) if number not in self._dead]
             self._update(there)
+            silent: list[str] = []
             if self._errors and trial.victim < TRAINERS and trial.fault != "kill":
                 # Right after a trainer's absence engines may be absent too, which is no failure if the trainers are
-                # told and the next update reaches them.
+                # told and the next update reaches them; one that did not answer in time waits for a connect.
+                silent = [name for name in ENGINES if any(f"no answer from engine/{name}/" in e for e in self._errors)]
                 time.sleep(_AGAIN_S)
                 self._update(there)
-            self._judge_survivors(trial)
+            self._judge_survivors(trial, silent)
         if trial.lasts_s is None and trial.back_after == 2:
             self._bring_back(trial)
         self._recover()
@@ -300,9 +302,9 @@ class Course:
 
     # Judging
 
-    def _judge_survivors(self, trial: Trial) -> None:
+    def _judge_survivors(self, trial: Trial, silent: list[str]) -> None:
         victim = WORKERS[trial.victim]
-        survivors = [name for name in ENGINES if not victim.startswith(f"engine/{name}/")]
+        survivors = [name for name in ENGINES if name not in silent and not victim.startswith(f"engine/{name}/")]
         ranks = [n for n, worker in enumerate(WORKERS) if worker.split("/")[1] in survivors]
         for number, seen in self._wait_ready(ranks).items():
             self._found.survivors_failed.append(f"{WORKERS[number]}: {_state(seen)}; {'; '.join(self._errors)}")
