@@ -211,7 +211,8 @@ class Course:
             if self._errors and trial.victim < TRAINERS and trial.fault != "kill":
                 # Right after a trainer's absence engines may be absent too, which is no failure if the trainers are
                 # told and the next update reaches them; one that did not answer in time waits for a connect.
-                silent = [name for name in ENGINES if any(f"no answer from engine/{name}/" in e for e in self._errors)]
+                late = [f"no {said} from engine/" for said in ("answer", "word")]
+                silent = [n for n in ENGINES if any(f"{words}{n}/" in e for words in late for e in self._errors)]
                 time.sleep(_AGAIN_S)
                 self._update(there)
             self._judge_survivors(trial, silent)
