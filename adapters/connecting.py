@@ -20,10 +20,10 @@ from adapters.duty_messages import Duty, GiveMap, MapGiven, Probe, Probed, Stay
 from adapters.events import log_event
 from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, UsageError, raise_failure
 from adapters.fleet import Fleet
-from adapters.messages import ConnectIntent, Roster
+from adapters.messages import ConnectIntent
 from adapters.paths import Answers
 from adapters.planning import Connection, group_of
-from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete
+from adapters.steps import STOP, TRAINERS, Results, Say, Steps, is_complete, missing_ranks
 from adapters.transports import choose_transport
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import natural_key
@@ -122,7 +122,7 @@ def _await_engines(steps: Steps, groups: Sequence[str]) -> None:
     stop_at = time.monotonic() + steps.deadline_s
     while missing := [group for group in groups if not is_complete(steps.rosters.get(group))]:
         if time.monotonic() >= stop_at:
-            known = [_missing_ranks(group, steps.rosters.get(group)) for group in missing]
+            known = [f"{missing_ranks(group, steps.rosters.get(group))} did not come" for group in missing]
             strangers = steps.turned_away()
             raise DeadlineError(
                 f"connect: {'; '.join(known)} within {steps.deadline_s:g} s; start every rank with the "
@@ -234,13 +234,6 @@ def _staging(fleet: Fleet, group: str, answers: Answers) -> bool:
             "ranks of an engine the same"
         )
     return bool(stage)
-
-
-def _missing_ranks(group: str, roster: Roster | None) -> str:
-    if roster is None or not roster.members:
-        return f"{group} did not come"
-    there = {member.rank for member in roster.members}
-    return f"{', '.join(f'{group}/{rank}' for rank in range(roster.world_size) if rank not in there)} did not come"
 
 
 @contextmanager

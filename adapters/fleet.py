@@ -17,7 +17,7 @@ from adapters.events import log_event
 from adapters.failures import CoverageError, Failure, LostWorkerError, StaleError, raise_failure
 from adapters.messages import ConnectIntent, Member, Roster
 from adapters.planning import Connection, group_of, make_connection, topology_of_hosts
-from adapters.steps import TRAINERS, Results, Steps, is_complete
+from adapters.steps import TRAINERS, Results, Steps, is_complete, missing_ranks
 from adapters.transports import reads_memory
 from adapters.verification import cells_of
 from layout_algebra.source_map import SourceMap
@@ -342,9 +342,8 @@ class Fleet:
         roster = self._steps.rosters.get(group)
         if is_complete(roster):
             return "started again since connect"
-        here = {member.worker for member in roster.members} if roster else set()
-        lacking = ", ".join(rank for rank in self.ranks(group) if rank not in here)
-        return f"{lacking} gone since connect" if here else "gone since connect"
+        missing = missing_ranks(group, roster)
+        return "gone since connect" if missing == group else f"{missing} gone since connect"
 
     def _near(self, connection: Connection) -> Near:
         """Who reaches whose parameters, as far as has been said and seen."""

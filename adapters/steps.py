@@ -27,7 +27,7 @@ from adapters.messages import Call, Cancel, End, FromLead, Gathered, Note, Relay
 from adapters.paths import Answers, Path, Paths
 from transfer_exec.errors import DeadlineError
 
-__all__ = ["SILENT", "STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps", "is_complete"]
+__all__ = ["SILENT", "STOP", "TRAINERS", "GroupLost", "Results", "Say", "Steps", "is_complete", "missing_ranks"]
 
 TRAINERS = "trainer"
 """The trainers' group."""
@@ -443,6 +443,14 @@ def _phase_of(say: Mapping[str, Say], of: str) -> str:
 def is_complete(roster: Roster | None) -> bool:
     """Whether every rank of a group has joined."""
     return roster is not None and len(roster.members) == roster.world_size
+
+
+def missing_ranks(group: str, roster: Roster | None) -> str:
+    """Which ranks of a group have not joined, by name; the group's own if none has."""
+    if roster is None or not roster.members:
+        return group
+    there = {member.rank for member in roster.members}
+    return ", ".join(f"{group}/{rank}" for rank in range(roster.world_size) if rank not in there)
 
 
 def _once(what: Say) -> Path[Say, Answers]:

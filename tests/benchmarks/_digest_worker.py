@@ -6,13 +6,10 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 from adapters.duty_messages import Cell
 from adapters.verification import plan_proof
-from layout_algebra.dtypes import dtype_of
 from layout_algebra.source_map import SourceMap
-from tests.transfer_exec.crossing_worker import in_memory_file
+from tests.benchmarks._host_worker import random_memory
 from transfer_exec.executor import Executor
 from transfer_exec.kernels.cpu import CpuKernels
 from transfer_exec.program import Program
@@ -33,12 +30,7 @@ def serve(
 ) -> None:
     """Run a version whenever one is asked for: trainers digest before, rollouts what has landed, as the adapters do."""
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
-    random = np.random.default_rng(len(mine.worker))
-    memory: dict[str, np.ndarray] = {}
-    for tensor in mine.tensors:
-        storage = dtype_of(tensor.dtype).storage
-        memory[tensor.name] = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
-    memory |= {n: in_memory_file(memory[n]) for n in (mine.tensors[position].name for position in mine.mapped)}
+    memory = random_memory(mine)
     proof = plan_proof(worker_map, [Cell(*cell) for cell in cells], threads=threads)
     executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
     pipe.send(executor.endpoint.to_bytes())

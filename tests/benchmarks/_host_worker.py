@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,10 +11,10 @@ import numpy as np
 from layout_algebra.dtypes import dtype_of
 from layout_algebra.fingerprint import fingerprint
 from layout_algebra.source_map import SourceMap
+from tests.transfer_exec.crossing_worker import in_memory_file
 from transfer_exec.executor import Executor
 from transfer_exec.program import Program
 from transfer_exec.transport.base import Endpoint
-from transfer_exec.transport.shared_files import map_file
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
@@ -27,12 +26,7 @@ def serve(pipe: Connection, program: bytes, source_map: bytes, threads: int) -> 
     from transfer_exec.kernels.cpu import CpuKernels
 
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
-    random = np.random.default_rng(len(mine.worker))
-    memory = {}
-    for position, tensor in enumerate(mine.tensors):
-        storage = dtype_of(tensor.dtype).storage
-        filled = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
-        memory[tensor.name] = _shared(filled) if position in mine.mapped else filled
+    memory = random_memory(mine)
     executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
@@ -42,13 +36,15 @@ def serve(pipe: Connection, program: bytes, source_map: bytes, threads: int) -> 
     executor.close()
 
 
-def _shared(array: np.ndarray) -> np.ndarray:
-    """A copy in a memory file, which is where ``Tensor.share_memory_`` puts one."""
-    fd = os.memfd_create("benchmark")
-    os.ftruncate(fd, array.nbytes)
-    out = map_file(fd, array.nbytes).view(array.dtype).reshape(array.shape)
-    out[...] = array
-    return out
+def random_memory(program: Program) -> dict[str, np.ndarray]:
+    """A program's tensors; those that peers map are in memory files, as after ``Tensor.share_memory_``."""
+    random = np.random.default_rng(len(program.worker))
+    memory = {}
+    for position, tensor in enumerate(program.tensors):
+        storage = dtype_of(tensor.dtype).storage
+        filled = random.integers(0, 1 << 15, tensor.shape, dtype=np.uint16).astype(storage, copy=False)
+        memory[tensor.name] = in_memory_file(filled) if position in program.mapped else filled
+    return memory
 
 
 def serve_torch(pipe: Connection, rank: int, ranks: int, folder: str, shapes: Shapes) -> None:
