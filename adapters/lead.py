@@ -15,7 +15,9 @@ whose message names the ranks that did not answer. Only a probe that failed is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from adapters.duty_messages import Assess, Duty, Install, Probe, Publish, Result, Transfer
 from adapters.failures import Failure, LostWorkerError, UsageError
@@ -26,6 +28,7 @@ from adapters.messages import (
     Answer,
     AnswerStop,
     Ask,
+    Begin,
     Call,
     Cancel,
     Committed,
@@ -99,6 +102,7 @@ class GroupLead:
         self._agreements = 0
         self._values: dict[str, int] = {}
         self._acting = self._ranks
+        self._calls: Mapping[str, int] = {}
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -135,6 +139,8 @@ class GroupLead:
     def from_conductor(self, message: ToLead) -> None:
         """Begin, go on with, or end a transaction."""
         match message:
+            case Begin(txn, calls):
+                self._newest, self._calls = max(self._newest, txn), calls
             case Stop(txn, deadline_s, of):
                 self._open(txn, 0, None, deadline_s, of)
                 if self._can_begin():
@@ -149,7 +155,8 @@ class GroupLead:
                     self._fail(Failure(UsageError.__name__, self._ranks[0], text))
                 elif self._can_begin():
                     for rank, duty in acting.items():
-                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty, of))
+                        call = self._calls.get(rank, 0)
+                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty, of, call))
             case Cancel() | Note():
                 for rank in self._ranks:
                     self._to_rank(rank, message)
@@ -275,7 +282,8 @@ class GroupLead:
             self._txn, self._step = 0, None
         self._newest = max(self._newest, message.txn)
         for rank in self._ranks:
-            self._to_rank(rank, message)
+            call = self._calls.get(rank)
+            self._to_rank(rank, message if call is None else msgspec.structs.replace(message, call=call))
 
     def _agree(self, worker: str, number: int, value: int) -> None:
         # Every rank waits for one agreement before it asks for the next, so only one can be open.

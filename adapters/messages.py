@@ -8,7 +8,8 @@ Three kinds of speakers: the *conductor* (a thread of trainer rank 0) runs conne
     rank -> lead          Call (a trainer called connect or send_weights), Answer, AnswerStop, AgreeValue
     lead -> rank          Ask (one duty), ProposeStop, Committed, Agreed, Note, Cancel, End
     lead -> conductor     Roster, Call, Gathered
-    conductor -> lead     Stop (agree on a poll), Relay (duties for the ranks), Note (what others do), Cancel, End
+    conductor -> lead     Begin (for which calls; to the trainers' only, in its own process), Stop (agree on a poll),
+                          Relay (duties for the ranks), Note (what others do), Cancel, End
 
 A transaction is one connect or one update. Its steps count up; answers to an older step or transaction are ignored.
 Bulky payloads (maps, programs, plans) are bytes inside the messages that carry them; all other messages are small.
@@ -174,10 +175,12 @@ Intent: TypeAlias = ConnectIntent | SendIntent
 
 
 class Call(Tagged, frozen=True):
-    """A trainer rank called an adapter method and waits.
+    """A trainer rank called an adapter method and waits, or with a failure takes that call back.
 
     Attributes
     ----------
+    number
+        Of this rank's calls, from one.
     after
         The newest transaction it knew; a call is void once a later one has ended.
     failure
@@ -187,6 +190,7 @@ class Call(Tagged, frozen=True):
     """
 
     worker: Name
+    number: Count
     after: Count
     intent: Intent
     metadata: bytes
@@ -199,7 +203,8 @@ class Call(Tagged, frozen=True):
 class Ask(Tagged, frozen=True):
     """One duty for one rank; the next message comes within ``patience_s``, or the lead is gone.
 
-    ``of`` says what the transaction is, in this message as in others: ``"connect"``, ``"version 7"``.
+    ``of`` says what the transaction is, in this message as in others: ``"connect"``, ``"version 7"``; ``call`` which of
+    a trainer's calls it is for.
     """
 
     txn: Count
@@ -207,6 +212,7 @@ class Ask(Tagged, frozen=True):
     patience_s: Seconds
     duty: Duty
     of: Words = ""
+    call: Count = 0
 
 
 class Answer(Tagged, frozen=True):
@@ -296,15 +302,25 @@ class End(Tagged, frozen=True):
         For trainers, the connect or transfer report in msgpack. Empty otherwise.
     torn
         Some rank of the engine was written in part: none of them may go on generating.
+    call
+        Which of a trainer's calls it was for; zero if for none, and then whatever the rank called before it is over.
     """
 
     txn: Count
     failure: Failure | None
     outcome: bytes = b""
     torn: bool = False
+    call: Count = 0
 
 
 # Between a lead and the conductor
+
+
+class Begin(Struct, frozen=True):
+    """A transaction begins, for these calls of trainers by number."""
+
+    txn: Count
+    calls: dict[str, int]
 
 
 class Stop(Tagged, frozen=True):
@@ -358,9 +374,9 @@ Message: TypeAlias = ToParent | ToChild
 FromRank: TypeAlias = Call | Answer | AnswerStop | AgreeValue
 ToRank: TypeAlias = Ask | ProposeStop | Committed | Agreed | Note | Cancel | End
 FromLead: TypeAlias = Roster | Call | Gathered
-ToLead: TypeAlias = Stop | Relay | Note | Cancel | End
+ToLead: TypeAlias = Begin | Stop | Relay | Note | Cancel | End
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Grows with every release that changes a message; `Hello` and `Refused` stay readable across versions."""
 
 _BULKY = (Answer, Ask, Relay, Gathered, End)

@@ -243,7 +243,8 @@ class ReceiverAdapter:
         try:
             txn = self._enter(step)
             return None if txn is None else self._serve(txn)
-        except UsageError:
+        except (UsageError, TornError):
+            # What failed is over for everybody, and this rank may have promised to stop for the next already.
             raise
         except BaseException as error:
             # Above all KeyboardInterrupt, wherever it strikes: the others must not wait for this rank.

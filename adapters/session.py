@@ -102,7 +102,9 @@ class Session:
         self._left_early = 0
         self._serving = False
         self._progress: Progress | None = None
+        self._calls = 0
         self._called: Call | None = None
+        self._taken_back = 0
         self._withdrawn: Failure | None = None
         self._unheard: Failure | None = None
         self.stopped_at = 0.0
@@ -178,8 +180,8 @@ class Session:
             self._patience_s = self._deadline_s + _SILENCE_MARGIN_S
             self._notes.clear()
             self._phase = f"send_weights({intent.version})" if isinstance(intent, SendIntent) else "connect"
-            self._withdrawn = None
-            self._called, self._unheard = Call(self._worker, after, intent, metadata, failure), None
+            self._calls += 1
+            self._called, self._unheard = Call(self._worker, self._calls, after, intent, metadata, failure), None
         self._send_up(self._called)
         return after
 
@@ -253,9 +255,9 @@ class Session:
         with self._changed:
             called, self._called = self._called, None
             if called is not None and self._txn <= called.after:
-                self._withdrawn = failure_of(error, self._worker)
+                self._taken_back, self._withdrawn = called.number, failure_of(error, self._worker)
                 self._send_up(msgspec.structs.replace(called, failure=self._withdrawn))
-            elif self._serving or self._polls.has_promised:
+            elif called is not None or self._serving or self._polls.has_promised:
                 self._leave(error)
 
     def serve_beside(self, perform: Callable[[Duty], Result], ended: Callable[[End], object]) -> None:
@@ -362,11 +364,11 @@ class Session:
                     self._patience_s = patience_s
                     self._stopped_for = txn
                     self._polls.commit(ballot)
-                case Ask(txn=txn) if self._withdrawn is not None and txn > self._txn:
-                    # What this rank had called has begun after all, before the others heard that it does not wait.
-                    self._begin(txn)
-                    self._declined = txn
-                    self._send_up(Answer(txn, LEFT, None, self._withdrawn))
+                case Ask(txn=txn, call=call) if 0 < call <= self._taken_back:
+                    # That call has begun after all, before the lead heard that nobody waits in it.
+                    if txn != self._declined:
+                        self._declined = txn
+                        self._send_up(Answer(txn, LEFT, None, self._withdrawn))
                 case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     self._begin(txn)
                     self._patience_s = message.patience_s
@@ -383,6 +385,8 @@ class Session:
                     self._cancelled = failure
                     if self._on_cancel is not None:
                         self._on_cancel(str(failure))
+                case End(txn=txn, call=call) if 0 < call < self._calls and txn > self._txn:
+                    pass  # of a call that was taken back; this rank waits for that of the call it has made since
                 case End(txn=txn) if txn >= self._txn and txn not in self._ends:
                     self._begin(txn)
                     self._finish(message)
@@ -402,7 +406,7 @@ class Session:
                 self._finish(End(self._txn, failure))
             if self._called is not None and self._txn <= self._called.after:
                 # Should the lead still have that call, and begin it, it hears that nobody waits here.
-                self._unheard = self._withdrawn = failure
+                self._taken_back, self._unheard, self._withdrawn = self._called.number, failure, failure
             self._polls.forget()
             self._changed.notify_all()
 

@@ -31,6 +31,7 @@ from adapters.messages import (
     Answer,
     AnswerStop,
     Ask,
+    Begin,
     Call,
     Cancel,
     Committed,
@@ -212,7 +213,7 @@ class Station:
         lead = self._lead
         if group == self._group and lead is not None:
             self._post.run(lambda: lead.from_conductor(message))
-        else:
+        elif not isinstance(message, Begin):
             self._post.to_child(f"{group}/0", message)
 
     # On the control thread

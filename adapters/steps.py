@@ -23,7 +23,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from adapters.duty_messages import Duty, Stay
 from adapters.events import log_event
 from adapters.failures import ClosedError, Failure, LostWorkerError, raise_failure
-from adapters.messages import Call, Cancel, End, FromLead, Gathered, Note, Relay, Roster, Stop, ToLead, phase_of
+from adapters.messages import Begin, Call, Cancel, End, FromLead, Gathered, Note, Relay, Roster, Stop, ToLead, phase_of
 from adapters.paths import Answers, Path, Paths
 from transfer_exec.errors import DeadlineError
 
@@ -123,6 +123,7 @@ class Steps:
         self._txn = time.time_ns() // 1000
         self._step = 0
         self._last_ended = 0
+        self._begun: dict[str, int] = {}
         self._engaged: dict[str, None] = {}
         self._noted: set[tuple[str, str]] = set()
         self._remind_at: dict[str, float] = {}
@@ -168,6 +169,8 @@ class Steps:
         self._engaged = {TRAINERS: None}
         self._noted, self._remind_at = set(), {}
         self._asked.clear()
+        self._begun = {worker: call.number for worker, call in self.calls.items()}
+        self._send(TRAINERS, Begin(self._txn, self._begun))
 
     def note(self, what: str, done: int = 0, total: int = 1) -> None:
         """Tell all who wait in this transaction what they wait for; they are patient for another deadline."""
@@ -313,8 +316,7 @@ class Steps:
         self._send(group, End(self._txn, failure, outcome, torn))
         if group == TRAINERS:
             self._last_ended = self._txn
-            # Who joined, or gave up, while it was open may have called again already.
-            self.calls = {worker: call for worker, call in self.calls.items() if call.after >= self._txn}
+            self.calls = {worker: call for worker, call in self.calls.items() if not self._is_answered(call)}
 
     def end_all(self, failure: Failure) -> None:
         """End it for every group that has not been told yet, the trainers last: they may call again at once."""
@@ -420,11 +422,17 @@ class Steps:
                     self._lost_at[group] = time.monotonic()
                 if self.rosters.pop(group, None) is not None:
                     log_event("lost", group, level=logging.WARNING, why=reason)
-            case Call(worker=worker, after=after) if after >= self._last_ended:
-                # An older one is of a rank that the end of that transaction is on its way to, and answers.
+            case Call(worker=worker) if not self._is_answered(item):
                 self.calls[worker] = item
             case _:
                 pass
+
+    def _is_answered(self, call: Call) -> bool:
+        """Whether the end of the last transaction, which may be on its way yet, answers a call.
+
+        It does not if the rank knew that transaction, or was in it by an earlier call that it has taken back.
+        """
+        return call.after < self._last_ended and self._begun.get(call.worker, call.number) == call.number
 
     def _note_trainers(self, roster: Roster) -> None:
         before = self.rosters.get(TRAINERS)

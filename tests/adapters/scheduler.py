@@ -27,6 +27,7 @@ class Thread:
         self._ready: Callable[[], bool] = lambda: True
         self.over = False
         self.killed = False
+        self._interrupted = False
         self._thread = threading.Thread(target=self._body, daemon=True)
         self._thread.start()
 
@@ -58,6 +59,14 @@ class Thread:
         self._go.acquire()
         if self.killed:
             raise Killed
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def interrupt(self) -> None:
+        """What it waits in raises KeyboardInterrupt."""
+        self._interrupted = True
+        self.resume()
 
     def kill(self) -> None:
         if not self.over:

@@ -306,7 +306,7 @@ class Caller:
     def __init__(self, job: Simulation, worker: str) -> None:
         self.worker = worker
         self.orders: deque[Callable[[], object]] = deque()
-        self.busy = False
+        self.busy = self.inside = False
         self.results: list[object] = []
         self.thread = job.scheduler.spawn(worker, self._run)
         self._job = job
@@ -315,11 +315,12 @@ class Caller:
         while True:
             self._job.scheduler.wait(lambda: bool(self.orders))
             order = self.orders.popleft()
+            self.inside = True
             try:
                 self.results.append(order())
-            except Exception as error:  # noqa: BLE001 - the test looks at it
+            except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the test looks at it
                 self.results.append(error)
-            self.busy = False
+            self.busy = self.inside = False
 
     def order(self, call: Callable[[], object]) -> None:
         assert not self.busy
@@ -377,6 +378,13 @@ class Simulation:
             if worker not in self.adapters:
                 self.adapters[worker] = self._make(group, rank)
                 self.callers[worker] = Caller(self, worker)
+
+    def interrupt(self, worker: str) -> bool:
+        """Interrupt a worker's call; whether it is in one."""
+        caller = self.callers[worker]
+        if caller.inside:
+            caller.thread.interrupt()
+        return caller.inside
 
     def crash(self, worker: str) -> None:
         """End a worker's process."""

@@ -206,7 +206,7 @@ def out_of_place() -> list[messages.ToParent]:
     other = Member("engine/a/0", 0, 2, "f00d", "host", "auto", 9)
     return [
         messages.Hello("", messages.PROTOCOL, other),
-        messages.Call("trainer/1", 0, messages.SendIntent(7), b"\x80", None),
+        messages.Call("trainer/1", 1, 0, messages.SendIntent(7), b"\x80", None),
         messages.Answer(9, 2, duties.Done(0.5), None),
         messages.Answer(0, 0, None, None),
         messages.Answer(0, -1, None, messages.Failure("KeyError", "trainer/0", "x")),

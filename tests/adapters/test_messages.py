@@ -24,8 +24,10 @@ FAILURE = Failure("UnheldError", "trainer/0", "no trainer holds w")
 UP = [
     messages.Hello("f3", 1, MEMBER),
     messages.Bye(),
-    messages.Call("trainer/1", 4, messages.SendIntent(7), b"\x80", None),
-    messages.Call("trainer/1", 4, messages.ConnectIntent(("a",), 5, ("w",), "auto", "digest", False, ""), b"", FAILURE),
+    messages.Call("trainer/1", 3, 4, messages.SendIntent(7), b"\x80", None),
+    messages.Call(
+        "trainer/1", 3, 4, messages.ConnectIntent(("a",), 5, ("w",), "auto", "digest", False, ""), b"", FAILURE
+    ),
     messages.Answer(9, 2, duties.Probed("d1", 0.5), None),
     messages.Answer(9, 2, duties.MapGiven(b"\0\1"), None),
     messages.Answer(9, 2, duties.Prepared({1: 2**64 - 1}, False, 0.1), None),

@@ -11,6 +11,7 @@ Everything but sockets and bytes is the real thing (`tests.adapters.simulation`)
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -152,6 +153,11 @@ class Protocol(RuleBasedStateMachine):
         lost_in_install = duty == "Install" and kind == "lose"
         self.job.faults[worker, duty] = kind if duty == "Transfer" or lost_in_install else "raise"
 
+    @rule(worker=st.sampled_from(WORKERS))
+    def interrupt(self, worker: str) -> None:
+        if worker in self.job.callers:
+            self.job.interrupt(worker)
+
     @precondition(lambda self: self.newest > 0)
     @rule(worker=st.sampled_from(WORKERS))
     def crash(self, worker: str) -> None:
@@ -203,6 +209,8 @@ class Protocol(RuleBasedStateMachine):
         for group in SIZES:
             self.start_again(group)
         job.run(lambda: False if job.network.waiting() else not self.calling(), within_s=LONGEST_CALL_S)
+        # Ranks that polled while others were in a call: a step of a real engine needs them all.
+        job.run(lambda: not any(job.is_ahead(worker) for worker in ROLLOUTS), within_s=30 * LONGEST_CALL_S)
         for attempt in (self.connect_both, self.send_newest):
             attempt()
             job.run(lambda: not self.calling(), within_s=LONGEST_CALL_S)
@@ -266,3 +274,51 @@ def test_two_polls_of_the_slowest_rank_from_request_to_common_action(seed: int, 
         acted = {at for (group, _, _), at in job.acted.items() if group == "engine/a"}
         assert len(acted) == 1
         assert acted.pop() - before <= 2
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 150),
+    victim=st.sampled_from(["trainer/0", "trainer/1"]),
+    staging=st.booleans(),
+)
+def test_a_trainer_that_was_interrupted_takes_part_in_the_next_update(
+    seed: int, count: int, victim: str, staging: bool
+) -> None:
+    """Whatever of the update that it left has reached it when it calls again; nobody waits for a deadline."""
+    made = random.Random(seed)
+    with simulated(maps(), SIZES, ["trainer"] if staging else []) as job:
+        for group in SIZES:
+            job.start(group)
+
+        def free() -> bool:
+            return not any(job.callers[worker].busy for worker in job.senders())
+
+        def call_all(call: Callable[[SenderAdapter], object]) -> None:
+            for worker, sender in job.senders().items():
+                job.callers[worker].order(lambda sender=sender: call(sender))  # type: ignore[misc]
+
+        def go_on(most: int, until: Callable[[], bool]) -> None:
+            for _ in range(most):
+                if until():
+                    return
+                choices = job.choices()
+                worker = made.choice(ROLLOUTS)
+                if not job.callers[worker].busy and (made.random() < 0.3 or not choices):
+                    job.poll(worker)
+                elif choices:
+                    made.choice(choices)()
+
+        call_all(lambda sender: sender.connect(["a", "b"]))
+        job.run(free, within_s=LONGEST_CALL_S)
+        began = job.scheduler.now
+        call_all(lambda sender: sender.send_weights(1).result())
+        go_on(count, free)
+        job.interrupt(victim)
+        go_on(5_000, free)
+        call_all(lambda sender: sender.send_weights(2).result())
+        go_on(5_000, free)
+        results = {worker: job.callers[worker].results for worker in job.senders()}
+        assert all(len(each) == 3 and not isinstance(each[-1], BaseException) for each in results.values()), results
+        assert job.scheduler.now == began

@@ -441,11 +441,38 @@ def test_a_call_that_failed_with_its_connection_is_not_waited_for_when_it_begins
     lost = Failure(LostWorkerError.__name__, "trainer/1", "its connection closed")
     session.lead_lost(lost)
     session.joined(4)
-    session.deliver(Ask(5, 1, 10.0, Stay(), "version 1"))
+    session.deliver(Ask(5, 1, 10.0, Stay(), "version 1", 1))
     assert heard[1:] == [Answer(5, LEFT, None, lost)]
     ended = session.serve(lambda duty: DONE, after=after)
     assert isinstance(ended, End)
     assert ended.failure == lost
+
+
+def test_what_comes_for_a_call_that_was_taken_back_is_not_taken_for_the_next() -> None:
+    """Neither a duty, which would send another version's weights, nor the end of it, which answers nobody here."""
+    heard: list[FromRank] = []
+    session = Session("trainer/1", heard.append, deadline_s=10.0)
+    session.call(SendIntent(1), b"", None)
+    session.abandon(KeyboardInterrupt())
+    after = session.call(SendIntent(2), b"", None)
+    for step in (1, 2):
+        session.deliver(Ask(5, step, 10.0, Prepare(1, b""), call=1))
+    session.deliver(End(5, Failure(StaleError.__name__, "", "left"), call=1))
+    session.deliver(Ask(6, 1, 10.0, Prepare(2, b""), call=2))
+    session.deliver(Ask(6, 2, 10.0, Transfer(2), call=2))
+    done: list[Duty] = []
+
+    def perform(duty: Duty) -> Result:
+        done.append(duty)
+        if isinstance(duty, Transfer):
+            session.deliver(End(6, None, call=2))
+        return DONE
+
+    assert session.serve(perform, after=after) == End(6, None, call=2)
+    gone = Failure("KeyboardInterrupt", "trainer/1", "KeyboardInterrupt")
+    assert [said.number for said in heard[:3] if isinstance(said, Call)] == [1, 1, 2]
+    assert heard[3:4] == [Answer(5, LEFT, None, gone)]
+    assert done == [Prepare(2, b""), Transfer(2)]
 
 
 class Beside:

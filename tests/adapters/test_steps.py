@@ -9,7 +9,7 @@ import pytest
 
 from adapters.duty_messages import Stay
 from adapters.failures import LostWorkerError
-from adapters.messages import Call, End, Member, Roster, SendIntent, ToLead
+from adapters.messages import Begin, Call, End, Member, Roster, SendIntent, ToLead
 from adapters.steps import TRAINERS, GroupLost, Steps, is_complete
 
 ENGINE = "engine/a"
@@ -21,8 +21,8 @@ def trainers(*workers: str) -> Roster:
     return Roster(TRAINERS, 2, members)
 
 
-def called(worker: str, after: int) -> Call:
-    return Call(worker, after, SendIntent(1), b"", None)
+def called(worker: str, after: int, number: int = 1) -> Call:
+    return Call(worker, number, after, SendIntent(1), b"", None)
 
 
 def hear(steps: Steps, *items: Roster | Call) -> None:
@@ -89,6 +89,23 @@ def test_a_call_of_a_trainer_that_joined_while_a_transaction_was_open_waits_for_
     hear(steps, trainers(RANKS[0]), trainers(*RANKS), called(RANKS[1], end.txn + 1))
     steps.end(TRAINERS, None)
     assert list(steps.calls) == [RANKS[1]]
+
+
+def test_a_call_after_one_that_was_taken_back_waits_for_the_next_transaction_whenever_it_comes() -> None:
+    said: list[ToLead] = []
+    steps = Steps(lambda group, message: said.append(message), deadline_s=5.0)
+    hear(steps, trainers(*RANKS), called(RANKS[0], 0), called(RANKS[1], 0))
+    for comes_late in (False, True):
+        steps.open("version 1")
+        begin = said[-1]
+        assert isinstance(begin, Begin)
+        number = begin.calls[RANKS[1]]
+        again = called(RANKS[1], 0, number + 1)
+        hear(steps, called(RANKS[1], 0, number), *(() if comes_late else (again,)))
+        steps.end(TRAINERS, None)
+        hear(steps, called(RANKS[1], 0, number), *((again,) if comes_late else ()))
+        assert steps.calls == {RANKS[1]: again}
+        hear(steps, called(RANKS[0], begin.txn, number + 1))
 
 
 def test_the_call_of_a_trainer_that_is_lost_has_failed_there_and_begins_nothing() -> None:
