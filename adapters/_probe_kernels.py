@@ -24,14 +24,18 @@ _LONG_PERIOD_BYTES = 1 << 10
 
 @kernel
 def keep_and_clear(live: Bits, kept: Bits, value: np.unsignedinteger[npt.NBitBase]) -> None:
-    """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache."""
+    """Copy ``live`` into ``kept`` and overwrite it with ``value``, block by block while it is in cache.
+
+    ``kept`` is fresh memory, so that its lines are in cache too: the system has just zeroed them.
+    """
     block = _KEPT_BYTES // live.itemsize
     for start in range(0, len(live), block):
         source = live[start : start + block]
-        copy_piece(kept[start : start + block].ctypes.data, source.ctypes.data, source.nbytes, True)
+        for page in range(_KEPT_BYTES, 2 * _KEPT_BYTES, PAGE_BYTES):
+            prefetch(source.ctypes.data + page)
+        copy_piece(kept[start : start + block].ctypes.data, source.ctypes.data, source.nbytes, False)
         for index in range(len(source)):
             source[index] = value
-    fence()
 
 
 @kernel

@@ -8,7 +8,7 @@ for whether it stays the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
@@ -23,6 +23,7 @@ from layout_algebra.residues import Codebook, Pass, coded_dtypes
 from layout_algebra.signal_safe import ThreadPool
 
 MOST_THREADS = 8
+_TENSOR_BYTES = 1 << 19
 
 AllClaims: TypeAlias = dict[str, list[Claims]]
 """By first name; one a reading."""
@@ -135,10 +136,29 @@ def _encode_all(
             dense_limit_bytes=max(limit_bytes, 0),
         )
 
-    # Side by side by size, so that no thread waits for another at every tensor; what is too large for that, by chunks.
+    # Side by side by size, so that no thread waits for another at every tensor; what is too large for that, by chunks,
+    # and small ones together: threads that are between two kernels most of the time wait for the interpreter's lock.
     share = sum(one.tensor.nbytes for one, _ in coded) // (4 * threads())
     large = [pair for pair in coded if pair[0].tensor.nbytes > share]
     shared = sorted((pair for pair in coded if pair[0].tensor.nbytes <= share), key=lambda pair: -pair[0].tensor.nbytes)
+    bundled = list(_bundles(shared, share // 16))
     diffs = [encode_one(pair, executor) for pair in large]
-    diffs += executor.map(lambda pair: encode_one(pair, None), shared)
+    for some in executor.map(lambda bundle: [encode_one(pair, None) for pair in bundle], bundled):
+        diffs += some
     return {(one.name, reading): diff for (one, reading), diff in zip([*large, *shared], diffs, strict=True)}
+
+
+def _bundles(
+    pairs: Sequence[tuple[LiveTensor, Reading]], least_bytes: int
+) -> Iterator[list[tuple[LiveTensor, Reading]]]:
+    """Cut a list into stretches of so many bytes; what reading a tensor costs beside its bytes counts as some."""
+    bundle: list[tuple[LiveTensor, Reading]] = []
+    size = 0
+    for pair in pairs:
+        bundle.append(pair)
+        size += pair[0].tensor.nbytes + _TENSOR_BYTES
+        if size >= least_bytes:
+            yield bundle
+            bundle, size = [], 0
+    if bundle:
+        yield bundle

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -221,8 +222,7 @@ def encode(
     rows, width = view_of(shape)
     bits = _bits_of(memory, rows * width, decoding, name)
 
-    numbers = np.resize(of_pass.order(), of_pass.modulus + LONG_BLOCK)
-    line = (numbers + (decoding.base if decoding.plain else 0)).astype(np.uint16)
+    line = _line(of_pass, decoding.base if decoding.plain else 0)
 
     def read(stretch: tuple[int, int]) -> Chunk:
         return _read_chunk(bits, stretch[0], stretch[1], width, decoding, of_pass, line)
@@ -241,6 +241,12 @@ def encode(
                 f"{dense_limit_bytes:,} bytes; raise memory_limit_bytes, or leave the parameter out"
             )
     return Diff2(tuple(shape), of_pass, tuple(chunks))
+
+
+@lru_cache(maxsize=16)
+def _line(of_pass: Pass, base: int) -> npt.NDArray[np.uint16]:
+    """What `scan` compares consecutive ids with."""
+    return (np.resize(of_pass.order(), of_pass.modulus + LONG_BLOCK) + base).astype(np.uint16)
 
 
 def _bits_of(
