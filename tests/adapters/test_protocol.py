@@ -280,15 +280,15 @@ def test_two_polls_of_the_slowest_rank_from_request_to_common_action(seed: int, 
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(0, 150),
-    victim=st.sampled_from(["trainer/0", "trainer/1"]),
-    staging=st.booleans(),
+    victim=st.sampled_from(WORKERS),
+    staging=st.sets(st.sampled_from(sorted(SIZES))),
 )
-def test_a_trainer_that_was_interrupted_takes_part_in_the_next_update(
-    seed: int, count: int, victim: str, staging: bool
+def test_a_worker_that_was_interrupted_takes_part_in_the_next_update(
+    seed: int, count: int, victim: str, staging: set[str]
 ) -> None:
     """Whatever of the update that it left has reached it when it calls again; nobody waits for a deadline."""
     made = random.Random(seed)
-    with simulated(maps(), SIZES, ["trainer"] if staging else []) as job:
+    with simulated(maps(), SIZES, staging) as job:
         for group in SIZES:
             job.start(group)
 
@@ -321,4 +321,6 @@ def test_a_trainer_that_was_interrupted_takes_part_in_the_next_update(
         go_on(5_000, free)
         results = {worker: job.callers[worker].results for worker in job.senders()}
         assert all(len(each) == 3 and not isinstance(each[-1], BaseException) for each in results.values()), results
+        go_on(5_000, lambda: not any(job.callers[worker].busy for worker in ROLLOUTS))
+        assert all(job.adapters[worker].version == 2 for worker in ROLLOUTS)
         assert job.scheduler.now == began
