@@ -51,6 +51,7 @@ from transfer_exec.errors import DeadlineError
 __all__ = ["Session"]
 
 _KEPT_ENDS = 8
+_KEPT_CALLS = 64
 _KEPT_NOTES = 1024
 _SILENCE_MARGIN_S = 15.0
 
@@ -104,8 +105,7 @@ class Session:
         self._progress: Progress | None = None
         self._calls = 0
         self._called: Call | None = None
-        self._taken_back = 0
-        self._withdrawn: Failure | None = None
+        self._taken_back: dict[int, Failure] = {}
         self._unheard: Failure | None = None
         self.stopped_at = 0.0
 
@@ -255,8 +255,8 @@ class Session:
         with self._changed:
             called, self._called = self._called, None
             if called is not None and self._txn <= called.after:
-                self._taken_back, self._withdrawn = called.number, failure_of(error, self._worker)
-                self._send_up(msgspec.structs.replace(called, failure=self._withdrawn))
+                failure = self._take_back(called, failure_of(error, self._worker))
+                self._send_up(msgspec.structs.replace(called, failure=failure))
             elif called is not None or self._serving or self._polls.has_promised:
                 self._leave(error)
 
@@ -364,11 +364,11 @@ class Session:
                     self._patience_s = patience_s
                     self._stopped_for = txn
                     self._polls.commit(ballot)
-                case Ask(txn=txn, call=call) if 0 < call <= self._taken_back:
+                case Ask(txn=txn, call=call) if call in self._taken_back:
                     # That call has begun after all, before the lead heard that nobody waits in it.
                     if txn != self._declined:
                         self._declined = txn
-                        self._send_up(Answer(txn, LEFT, None, self._withdrawn))
+                        self._send_up(Answer(txn, LEFT, None, self._taken_back[call]))
                 case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     self._begin(txn)
                     self._patience_s = message.patience_s
@@ -406,7 +406,7 @@ class Session:
                 self._finish(End(self._txn, failure))
             if self._called is not None and self._txn <= self._called.after:
                 # Should the lead still have that call, and begin it, it hears that nobody waits here.
-                self._taken_back, self._unheard, self._withdrawn = self._called.number, failure, failure
+                self._unheard = self._take_back(self._called, failure)
             self._polls.forget()
             self._changed.notify_all()
 
@@ -437,6 +437,13 @@ class Session:
         self._polls.release(self._polls.ballot)
         if self._on_cancel is not None and end.failure is not None:
             self._on_cancel(str(end.failure))
+
+    def _take_back(self, call: Call, failure: Failure) -> Failure:
+        """Nobody waits in a call any more."""
+        self._taken_back[call.number] = failure
+        while len(self._taken_back) > _KEPT_CALLS:
+            del self._taken_back[min(self._taken_back)]
+        return failure
 
     def _leave(self, error: BaseException) -> None:
         """This rank takes no further part in what is open; the others must not wait for it."""

@@ -475,6 +475,19 @@ def test_what_comes_for_a_call_that_was_taken_back_is_not_taken_for_the_next() -
     assert done == [Prepare(2, b""), Transfer(2)]
 
 
+def test_an_update_goes_on_beside_when_the_next_call_is_taken_back() -> None:
+    heard: list[FromRank] = []
+    session = Session("trainer/1", heard.append, deadline_s=10.0)
+    after = session.call(SendIntent(1), b"", None)
+    session.deliver(Ask(5, 1, 10.0, Prepare(1, b""), call=1))
+    assert session.serve(lambda duty: DONE, after=after, until=Prepare) == 5
+    session.call(SendIntent(2), b"", None)
+    session.abandon(KeyboardInterrupt())
+    session.deliver(Ask(5, 2, 10.0, Transfer(1), call=1))
+    assert session.serve(lambda duty: DONE, after=4, until=Transfer) == 5
+    assert [said.step for said in heard if isinstance(said, Answer)] == [1, 2]
+
+
 class Beside:
     """A rank of one that stages: what a thread of its own did, and how what it took part in ended."""
 
