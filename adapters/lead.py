@@ -282,8 +282,7 @@ class GroupLead:
             self._txn, self._step = 0, None
         self._newest = max(self._newest, message.txn)
         for rank in self._ranks:
-            call = self._calls.get(rank)
-            self._to_rank(rank, message if call is None else msgspec.structs.replace(message, call=call))
+            self._to_rank(rank, msgspec.structs.replace(message, call=self._calls.get(rank, 0)))
 
     def _agree(self, worker: str, number: int, value: int) -> None:
         # Every rank waits for one agreement before it asks for the next, so only one can be open.

@@ -182,7 +182,8 @@ class Call(Tagged, frozen=True):
     number
         Of this rank's calls, from one.
     after
-        The newest transaction it knew; a call is void once a later one has ended.
+        The newest transaction it knew; a call is void once a later one has ended, unless that was for an earlier call
+        of this rank.
     failure
         What keeps this rank from taking part; then nobody begins.
     metadata

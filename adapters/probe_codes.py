@@ -141,9 +141,8 @@ def _encode_all(
     share = sum(one.tensor.nbytes for one, _ in coded) // (4 * threads())
     large = [pair for pair in coded if pair[0].tensor.nbytes > share]
     shared = sorted((pair for pair in coded if pair[0].tensor.nbytes <= share), key=lambda pair: -pair[0].tensor.nbytes)
-    bundled = list(_bundles(shared, share // 16))
     diffs = [encode_one(pair, executor) for pair in large]
-    for some in executor.map(lambda bundle: [encode_one(pair, None) for pair in bundle], bundled):
+    for some in executor.map(lambda bundle: [encode_one(pair, None) for pair in bundle], _bundles(shared, share // 16)):
         diffs += some
     return {(one.name, reading): diff for (one, reading), diff in zip([*large, *shared], diffs, strict=True)}
 

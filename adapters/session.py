@@ -364,11 +364,9 @@ class Session:
                     self._patience_s = patience_s
                     self._stopped_for = txn
                     self._polls.commit(ballot)
-                case Ask(txn=txn, call=call) if call in self._taken_back:
+                case Ask(txn=txn, call=call) if call in self._taken_back and txn != self._declined:
                     # That call has begun after all, before the lead heard that nobody waits in it.
-                    if txn != self._declined:
-                        self._declined = txn
-                        self._send_up(Answer(txn, LEFT, None, self._taken_back[call]))
+                    self._decline(txn, self._taken_back[call])
                 case Ask(txn=txn) if txn >= self._txn and txn not in self._ends and txn != self._declined:
                     self._begin(txn)
                     self._patience_s = message.patience_s
@@ -450,8 +448,11 @@ class Session:
         self._polls.release(self._polls.ballot)
         self._clear()
         if self._txn not in self._ends and self._txn != self._declined:
-            self._declined = self._txn
-            self._send_up(Answer(self._txn, LEFT, None, failure_of(error, self._worker)))
+            self._decline(self._txn, failure_of(error, self._worker))
+
+    def _decline(self, txn: int, failure: Failure) -> None:
+        self._declined = txn
+        self._send_up(Answer(txn, LEFT, None, failure))
 
     def _clear(self) -> None:
         self._mail.clear()

@@ -9,6 +9,7 @@ is a list of messages, and a rollout's weights are two numbers, the version of i
 from __future__ import annotations
 
 import queue
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -306,7 +307,7 @@ class Caller:
     def __init__(self, job: Simulation, worker: str) -> None:
         self.worker = worker
         self.orders: deque[Callable[[], object]] = deque()
-        self.busy = self.inside = False
+        self.busy = False
         self.results: list[object] = []
         self.thread = job.scheduler.spawn(worker, self._run)
         self._job = job
@@ -315,12 +316,11 @@ class Caller:
         while True:
             self._job.scheduler.wait(lambda: bool(self.orders))
             order = self.orders.popleft()
-            self.inside = True
             try:
                 self.results.append(order())
             except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the test looks at it
                 self.results.append(error)
-            self.busy = self.inside = False
+            self.busy = False
 
     def order(self, call: Callable[[], object]) -> None:
         assert not self.busy
@@ -379,12 +379,11 @@ class Simulation:
                 self.adapters[worker] = self._make(group, rank)
                 self.callers[worker] = Caller(self, worker)
 
-    def interrupt(self, worker: str) -> bool:
-        """Interrupt a worker's call; whether it is in one."""
+    def interrupt(self, worker: str) -> None:
+        """Interrupt a worker's call, if it is in one."""
         caller = self.callers[worker]
-        if caller.inside:
+        if caller.busy and not caller.orders:
             caller.thread.interrupt()
-        return caller.inside
 
     def crash(self, worker: str) -> None:
         """End a worker's process."""
@@ -420,6 +419,15 @@ class Simulation:
         """Whether every rank of a group is there."""
         return all(f"{group}/{rank}" in self.adapters for rank in range(self.sizes[group]))
 
+    def call_all(self, call: Callable[[SenderAdapter], object]) -> None:
+        """Let every trainer make a call."""
+        for worker, adapter in self.senders().items():
+            self.callers[worker].order(partial(call, adapter))
+
+    def calling(self) -> bool:
+        """Whether a trainer is in a call."""
+        return any(self.callers[worker].busy for worker in self.senders())
+
     def poll(self, worker: str) -> None:
         """Let a rollout begin its next poll."""
         adapter = self.adapters[worker]
@@ -439,6 +447,19 @@ class Simulation:
     def choices(self) -> list[Callable[[], None]]:
         """Everything that may happen next without time passing."""
         return [*self.network.waiting(), *(thread.resume for thread in self.scheduler.runnable())]
+
+    def happen(self, made: random.Random) -> None:
+        """One of them, or a rollout polls, if it is there and free."""
+        choices = self.choices()
+        if choices and made.random() >= 0.3:
+            made.choice(choices)()
+            return
+        rollouts = [
+            f"{group}/{rank}" for group, size in self.sizes.items() if group != "trainer" for rank in range(size)
+        ]
+        worker = made.choice(rollouts)
+        if worker in self.callers and not self.callers[worker].busy:
+            self.poll(worker)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; control threads look at their deadlines."""

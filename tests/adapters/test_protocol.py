@@ -65,37 +65,30 @@ class Protocol(RuleBasedStateMachine):
         self.job = self._context.__enter__()
         for group in SIZES:
             self.job.start(group)
-        self.call_all(lambda sender: sender.connect(["a", "b"]))
-        self.job.run(lambda: not self.calling(), within_s=LONGEST_CALL_S)
+        self.job.call_all(lambda sender: sender.connect(["a", "b"]))
+        self.job.run(lambda: not self.job.calling(), within_s=LONGEST_CALL_S)
         for sender in self.job.senders():
             assert not isinstance(self.job.callers[sender].results[-1], Exception)
 
     # What trainers do
 
-    def call_all(self, call: object) -> None:
-        for worker, sender in self.job.senders().items():
-            self.job.callers[worker].order(lambda sender=sender: call(sender))  # type: ignore[operator]
-
-    def calling(self) -> bool:
-        return any(self.job.callers[worker].busy for worker in self.job.senders())
-
-    @precondition(lambda self: not self.calling() and self.job.whole("trainer"))
+    @precondition(lambda self: not self.job.calling() and self.job.whole("trainer"))
     @rule()
     def send(self) -> None:
         self.newest += 1
         version = self.newest
-        self.call_all(lambda sender: self.sent(sender, version))
+        self.job.call_all(lambda sender: self.sent(sender, version))
 
-    @precondition(lambda self: not self.calling() and self.job.whole("trainer"))
+    @precondition(lambda self: not self.job.calling() and self.job.whole("trainer"))
     @rule()
     def send_an_older_version(self) -> None:
         version = self.newest
-        self.call_all(lambda sender: self.sent(sender, version))
+        self.job.call_all(lambda sender: self.sent(sender, version))
 
-    @precondition(lambda self: not self.calling() and self.job.whole("trainer"))
+    @precondition(lambda self: not self.job.calling() and self.job.whole("trainer"))
     @rule(engines=st.sampled_from([("a",), ("b",), ("a", "b")]))
     def connect(self, engines: tuple[str, ...]) -> None:
-        self.call_all(lambda sender: sender.connect(engines))
+        self.job.call_all(lambda sender: sender.connect(engines))
 
     def sent(self, sender: SenderAdapter, version: int) -> None:
         sender.send_weights(version).result()
@@ -116,17 +109,13 @@ class Protocol(RuleBasedStateMachine):
         """Anything that can happen without time passing, in any order; rollouts poll as they like."""
         made = random.Random(seed)
         for _ in range(count):
-            choices = self.job.choices()
-            if made.random() < 0.3 or not choices:
-                self.poll(made.choice(ROLLOUTS))
-            else:
-                made.choice(choices)()
+            self.job.happen(made)
             self.check()
 
-    @precondition(lambda self: self.calling())
+    @precondition(lambda self: self.job.calling())
     @rule()
     def let_the_call_end(self) -> None:
-        self.job.run(lambda: not self.calling(), within_s=LONGEST_CALL_S)
+        self.job.run(lambda: not self.job.calling(), within_s=LONGEST_CALL_S)
 
     @rule(worker=st.sampled_from(ROLLOUTS))
     def poll(self, worker: str) -> None:
@@ -203,17 +192,17 @@ class Protocol(RuleBasedStateMachine):
 
     def recovers(self) -> None:
         job = self.job
-        job.run(lambda: not self.calling(), within_s=LONGEST_CALL_S)
+        job.run(lambda: not self.job.calling(), within_s=LONGEST_CALL_S)
         self.check()
         job.faults.clear()
         for group in SIZES:
             self.start_again(group)
-        job.run(lambda: False if job.network.waiting() else not self.calling(), within_s=LONGEST_CALL_S)
+        job.run(lambda: False if job.network.waiting() else not self.job.calling(), within_s=LONGEST_CALL_S)
         # Ranks that polled while others were in a call: a step of a real engine needs them all.
         job.run(lambda: not any(job.is_ahead(worker) for worker in ROLLOUTS), within_s=30 * LONGEST_CALL_S)
         for attempt in (self.connect_both, self.send_newest):
             attempt()
-            job.run(lambda: not self.calling(), within_s=LONGEST_CALL_S)
+            job.run(lambda: not self.job.calling(), within_s=LONGEST_CALL_S)
             for worker in job.senders():
                 result = job.callers[worker].results[-1]
                 assert not isinstance(result, Exception), repr(result)
@@ -224,12 +213,12 @@ class Protocol(RuleBasedStateMachine):
         self.check()
 
     def connect_both(self) -> None:
-        self.call_all(lambda sender: sender.connect(["a", "b"]))
+        self.job.call_all(lambda sender: sender.connect(["a", "b"]))
 
     def send_newest(self) -> None:
         self.newest += 1
         version = self.newest
-        self.call_all(lambda sender: sender.send_weights(version).result())
+        self.job.call_all(lambda sender: sender.send_weights(version).result())
 
 
 Protocol.TestCase.settings = settings(
@@ -262,12 +251,11 @@ def test_two_polls_of_the_slowest_rank_from_request_to_common_action(seed: int, 
         job.drain()
         for _ in range(late):
             poll_one()
-        for worker, sender in job.senders().items():
-            job.callers[worker].order(lambda sender=sender: sender.connect(["a"]))  # type: ignore[misc]
+        job.call_all(lambda sender: sender.connect(["a"]))
         job.drain()
         before = min(ranks[rank]._session.counter for rank in ranks)
         for _ in range(50):
-            if not any(job.callers[worker].busy for worker in job.senders()):
+            if not job.calling():
                 break
             poll_one()
         assert not isinstance(job.callers["trainer/0"].results[-1], Exception)
@@ -292,33 +280,21 @@ def test_a_worker_that_was_interrupted_takes_part_in_the_next_update(
         for group in SIZES:
             job.start(group)
 
-        def free() -> bool:
-            return not any(job.callers[worker].busy for worker in job.senders())
-
-        def call_all(call: Callable[[SenderAdapter], object]) -> None:
-            for worker, sender in job.senders().items():
-                job.callers[worker].order(lambda sender=sender: call(sender))  # type: ignore[misc]
-
-        def go_on(most: int, until: Callable[[], bool]) -> None:
+        def go_on(most: int, until: Callable[[], bool] = lambda: not job.calling()) -> None:
             for _ in range(most):
                 if until():
                     return
-                choices = job.choices()
-                worker = made.choice(ROLLOUTS)
-                if not job.callers[worker].busy and (made.random() < 0.3 or not choices):
-                    job.poll(worker)
-                elif choices:
-                    made.choice(choices)()
+                job.happen(made)
 
-        call_all(lambda sender: sender.connect(["a", "b"]))
-        job.run(free, within_s=LONGEST_CALL_S)
+        job.call_all(lambda sender: sender.connect(["a", "b"]))
+        job.run(lambda: not job.calling(), within_s=LONGEST_CALL_S)
         began = job.scheduler.now
-        call_all(lambda sender: sender.send_weights(1).result())
-        go_on(count, free)
+        job.call_all(lambda sender: sender.send_weights(1).result())
+        go_on(count)
         job.interrupt(victim)
-        go_on(5_000, free)
-        call_all(lambda sender: sender.send_weights(2).result())
-        go_on(5_000, free)
+        go_on(5_000)
+        job.call_all(lambda sender: sender.send_weights(2).result())
+        go_on(5_000)
         results = {worker: job.callers[worker].results for worker in job.senders()}
         assert all(len(each) == 3 and not isinstance(each[-1], BaseException) for each in results.values()), results
         go_on(5_000, lambda: not any(job.callers[worker].busy for worker in ROLLOUTS))
