@@ -449,7 +449,7 @@ class Simulation:
         return [*self.network.waiting(), *(thread.resume for thread in self.scheduler.runnable())]
 
     def happen(self, made: random.Random) -> None:
-        """One of them, or a rollout polls, if it is there and free."""
+        """Let one of the `choices` happen, or a rollout poll if it is there and free."""
         choices = self.choices()
         if choices and made.random() >= 0.3:
             made.choice(choices)()
