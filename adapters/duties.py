@@ -102,6 +102,8 @@ class Duties:
         self._shown: SourceMap | None = None
         self._storage: Storage | None = None
         self._proof: Proof | None = None
+        self._rest: Proof | None = None
+        self._looks_at_rest = True
         self._landed: dict[int, int] = {}
         self._own_load: OwnLoad | None = None
         self._executor: Executor | None = None
@@ -253,6 +255,7 @@ class Duties:
         if self._transport.place:
             log_event("reachable", worker.name, at=self._transport.place, over=duty.transport)
         beside = worker.staging  # what is written then are no parameters
+        strips, self._rest = self._proof.divide(program) if worker.receives else (None, None)
         self._executor = Executor(
             program,
             memory,
@@ -261,7 +264,9 @@ class Duties:
             kernels=CpuKernels() if beside else self._kernels,
             devices=placement.devices,
             before_read=(lambda: None) if beside else self._kernels.before_run,
+            strips=strips,
         )
+        self._looks_at_rest = True
         self._warm_up()
         return Bound(self._executor.endpoint.to_bytes(), time.perf_counter() - start, self._transport.place)
 
@@ -333,15 +338,16 @@ class Duties:
         executor = self._bound()
         self._session.on_cancel(executor.abort)
         executor.tell(partial(self._session.report, f"rounds, version {version}"))
+        sums = self._proof.zeros() if self._worker.receives and self._proof is not None else None
         try:
-            report = executor.run(version, trace=trace)
+            report = executor.run(version, trace=trace, sums=sums)
         finally:
             self._session.on_cancel(None)
         if self._copies is not None:
             report = replace(report, host_bytes=self._copies.bytes)
         self.report = report
         start = time.perf_counter()
-        digests = self._landed = self._digests() if self._worker.receives else {}
+        digests = self._landed = {} if sums is None else self._landed_digests(sums)
         verify_s = time.perf_counter() - start
         stall = None
         if not self._worker.receives:
@@ -399,14 +405,32 @@ class Duties:
                 "the copy out of host memory, or load_weights for computed parameters, wrote something else"
             )
 
+    def _landed_digests(self, sums: npt.NDArray[np.uint64]) -> dict[int, int]:
+        """Of what has landed, of which some was digested on its way.
+
+        The first time all of it is looked at where it is, so that the copying that later updates trust is proven too.
+        """
+        if self._looks_at_rest or self._rest is None:
+            self._looks_at_rest = False
+            return self._digests()
+        return self._digests_by(self._rest, landed=sums)
+
     def _digests(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[int, int]:
-        """Of what landed or will be sent: of the copies if the worker stages, or of some tensors."""
-        if self._proof is None or not self._proof.numbers:
+        """Of what will be sent or is there: of the copies if the worker stages, or of some tensors."""
+        return {} if self._proof is None else self._digests_by(self._proof, tensors)
+
+    def _digests_by(
+        self,
+        proof: Proof,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        landed: npt.NDArray[np.uint64] | None = None,
+    ) -> dict[int, int]:
+        if not proof.numbers:
             return {}
         if tensors is None:
             tensors = live_memory(self._worker.parameters) if self._copies is None else self._copies.tensors
-        memory = {name: _bits(tensors[name]) for name in self._proof.plan.parameters}
-        return self._proof.digests(memory, self._bound().staged)
+        memory = {name: _bits(tensors[name]) for name in proof.plan.parameters}
+        return proof.digests(memory, self._bound().staged, landed)
 
     def _found(self) -> SourceMap:
         if self._probed is None:

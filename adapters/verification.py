@@ -2,7 +2,14 @@
 
 All holders and all needers of a demand class have the very same ids, so their digests of it must be one number,
 whatever their layouts (`layout_algebra.fingerprint`). Trainers digest before the first byte of an update leaves, so
-what they do afterwards cannot change it; rollouts digest what has landed.
+what they do afterwards cannot change it; rollouts digest what has landed: what is copied straight into parameters as it
+lands, in the cache, and the rest when all has landed. A digest is a sum, so it may be taken in parts:
+
+::
+
+    strips, rest = proof.divide(program)                                  # once per plan
+    sums = proof.zeros(); Executor(..., strips=strips).run(version, sums=sums)
+    rest.digests(memory, staged, sums)                                    # what proof.digests(memory, staged) finds
 
 What arrived for a parameter that is computed is digested where it is staged. A rollout cannot prove a class that it
 holds in a narrower dtype.
@@ -23,11 +30,12 @@ from adapters.duty_messages import Cell
 from adapters.failures import VerificationError
 from layout_algebra.blocks import declare, whole
 from layout_algebra.correspondence import Correspondence
-from layout_algebra.dtypes import holds_every_value
+from layout_algebra.dtypes import IdArray, dtype_of, holds_every_value
 from layout_algebra.fingerprint import FingerprintPlan, Memory, plan_fingerprints
 from layout_algebra.runs import RunTable
 from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import SourceMap
+from transfer_exec.program import FetchColumn, Program, StripColumn
 
 __all__ = ["Digests", "Proof", "cells_of", "check_digests", "check_holders", "plan_proof"]
 
@@ -44,7 +52,7 @@ def cells_of(correspondence: Correspondence, worker: str) -> tuple[Cell, ...]:
     )
 
 
-class Sums(Protocol):
+class DeviceSums(Protocol):
     """Digests of all classes over memory that it knows."""
 
     def sums(self) -> npt.NDArray[np.uint64]:
@@ -68,25 +76,63 @@ class Proof:
         Both in shares of equal work, a thread each, and whether a share is of what is staged.
     beside
         Digests of the parameters that are on GPUs, taken there.
+    threads
+        How many digest side by side, if there is enough to do.
     """
 
     numbers: tuple[int, ...]
     plan: FingerprintPlan
     staged: FingerprintPlan
     shares: tuple[tuple[FingerprintPlan, bool], ...]
-    beside: tuple[Sums, ...] = ()
+    beside: tuple[DeviceSums, ...] = ()
+    threads: int = 1
 
-    def digests(self, memory: Memory, staged: Memory = MappingProxyType({})) -> dict[int, int]:
-        """Digest every class by its number; reads all memory that they live in once."""
+    def zeros(self) -> npt.NDArray[np.uint64]:
+        """Sums of nothing, one a class."""
+        return np.zeros(len(self.numbers), dtype=np.uint64)
+
+    def digests(
+        self, memory: Memory, staged: Memory = MappingProxyType({}), landed: npt.NDArray[np.uint64] | None = None
+    ) -> dict[int, int]:
+        """Digest every class by its number; reads all memory that they live in once.
+
+        Parameters
+        ----------
+        memory, staged
+            Parameters, and checkpoint tensors that are there whole.
+        landed
+            What was digested already of what `divide` has left out of this.
+        """
 
         def sums(share: tuple[FingerprintPlan, bool]) -> npt.NDArray[np.uint64]:
             plan, of_staged = share
             return plan.sums(staged if of_staged else memory)
 
-        with ThreadPool(len(self.shares), "digests") as pool:
-            found = pool.map(sums, self.shares)
-            total = np.stack([*(each.sums() for each in self.beside), *found]).sum(axis=0, dtype=np.uint64)
+        total = self.zeros() if landed is None else landed
+        if len(self.shares) > 1:
+            with ThreadPool(len(self.shares), "digests") as pool:
+                found = list(pool.map(sums, self.shares))
+        else:
+            found = [sums(share) for share in self.shares]
+        total = np.stack([total, *(each.sums() for each in self.beside), *found]).sum(axis=0, dtype=np.uint64)
         return dict(zip(self.numbers, total.tolist(), strict=True))
+
+    def divide(self, program: Program) -> tuple[IdArray, Proof]:
+        """What a program fetches straight into place, as `Executor` takes it, and the proof of all the rest."""
+        strips, rests = [np.empty((0, len(StripColumn)), dtype=np.int64)], []
+        fetched = _fetched(program)
+        for plan, of_staged in ((self.plan, False), (self.staged, True)):
+            mine = {program.tensors[at].name: at for at in fetched if program.tensors[at].staged == of_staged}
+            inside, rest = plan.split({name: fetched[at] for name, at in mine.items()})
+            rests.append(rest)
+            for part in inside:
+                first, length, index, _, number = part.rows.T
+                width = np.full_like(first, dtype_of(part.wire).item_bytes)
+                tensor = np.full_like(first, mine[part.parameter])
+                strips.append(np.stack([tensor, index * width, length * width, first, width, number], axis=1))
+        plan, staged = rests
+        shares = _shares(plan, staged, self.threads)
+        return np.concatenate(strips), replace(self, plan=plan, staged=staged, shares=shares)
 
 
 def plan_proof(
@@ -130,11 +176,30 @@ def plan_proof(
     plan = plan_fingerprints(source_map, list(copied.values()))
     plan, on_devices = _by_device(plan, tensors)
     arrived_plan = plan_fingerprints(whole_tensors, list(computed.values()))
-    shares = [(each, False) for each in plan.shares(threads)] + [(each, True) for each in arrived_plan.shares(threads)]
-    return Proof(tuple(copied), plan, arrived_plan, tuple(shares), on_devices)
+    return Proof(tuple(copied), plan, arrived_plan, _shares(plan, arrived_plan, threads), on_devices, threads)
 
 
-def _by_device(plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]) -> tuple[FingerprintPlan, tuple[Sums, ...]]:
+def _shares(plan: FingerprintPlan, staged: FingerprintPlan, threads: int) -> tuple[tuple[FingerprintPlan, bool], ...]:
+    """As `Proof` has them."""
+    found = [(each, of_staged) for one, of_staged in ((plan, False), (staged, True)) for each in one.shares(threads)]
+    return tuple(share for share in found if share[0].parts)
+
+
+def _fetched(program: Program) -> dict[int, IdArray]:
+    """By position of a tensor, which of its elements are fetched, as `FingerprintPlan.split` takes them."""
+    rows = np.concatenate([np.empty((0, len(FetchColumn)), dtype=np.int64), *program.fetch_rows])
+    rows = rows[np.lexsort((rows[:, FetchColumn.OFFSET], rows[:, FetchColumn.TENSOR]))]
+    positions, begins = np.unique(rows[:, FetchColumn.TENSOR], return_index=True)
+    places = np.stack([rows[:, FetchColumn.OFFSET], rows[:, FetchColumn.OFFSET] + rows[:, FetchColumn.BYTES]], axis=1)
+    return {
+        at: places[begin:stop] // dtype_of(program.tensors[at].dtype).item_bytes
+        for at, begin, stop in zip(positions.tolist(), begins, np.append(begins, len(rows))[1:], strict=True)
+    }
+
+
+def _by_device(
+    plan: FingerprintPlan, tensors: Mapping[str, torch.Tensor]
+) -> tuple[FingerprintPlan, tuple[DeviceSums, ...]]:
     """The part of a plan that is for the processor, and the rest of it for every GPU."""
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type == "cuda"}
     if not devices:

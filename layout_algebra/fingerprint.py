@@ -29,7 +29,7 @@ import numpy.typing as npt
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray, conversion_is_defined, dtype_of, storage_of
 from layout_algebra.errors import MapError, UnsupportedDtypeError
-from layout_algebra.runs import RunTable
+from layout_algebra.runs import RunTable, overlaps
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -132,6 +132,29 @@ class FingerprintPlan:
                 taken += int(piece.rows[:, 1].sum()) * dtype_of(piece.wire).item_bytes
         return tuple(replace(self, parts=tuple(share)) for share in shares)
 
+    def split(self, places: Mapping[str, IdArray]) -> tuple[tuple[FingerprintPart, ...], FingerprintPlan]:
+        """Cut out what lies in some places: its parts, and a plan of all the rest; every element is in one of them.
+
+        Parameters
+        ----------
+        places
+            By parameter: int64, shape ``(n, 2)``: first flat index and the one after the last; ascending, disjoint.
+
+        Strips whose elements do not follow each other in memory stay with the rest, and so do parameters of another
+        dtype than the checkpoint's.
+        """
+        inside: list[FingerprintPart] = []
+        rest: list[FingerprintPart] = []
+        for part in self.parts:
+            rows = places.get(part.parameter, np.empty((0, 2), dtype=np.int64))
+            if not len(rows) or self.source_map.dtype(part.parameter) != part.wire:
+                rest.append(part)
+                continue
+            found, others = _split(part.rows, rows)
+            inside += [replace(part, rows=found)] if len(found) else []
+            rest += [replace(part, rows=others)] if len(others) else []
+        return tuple(inside), replace(self, parts=tuple(rest))
+
     def sums(self, memory: Memory) -> npt.NDArray[np.uint64]:
         """Digest every set: uint64, shape ``(sets,)``. Reads every element once.
 
@@ -179,6 +202,25 @@ def _pieces(part: FingerprintPart, count: int) -> list[FingerprintPart]:
     cut[:, 2] += into * cut[:, 3]
     bounds = np.searchsorted(first, int(stops[-1]) * np.arange(count + 1) // count)
     return [replace(part, rows=cut[a:b]) for a, b in pairwise(bounds.tolist()) if b > a]
+
+
+def _split(rows: IdArray, places: IdArray) -> tuple[IdArray, IdArray]:
+    """Strips, cut where places begin and end: those in a place, and the others; both in order of memory."""
+    gaps = np.stack([np.append(0, places[:, 1]), np.append(places[:, 0], np.iinfo(np.int64).max)], axis=1)
+    line = np.empty((2 * len(places) + 1, 2), dtype=np.int64)
+    line[::2], line[1::2] = gaps, places
+    even = (rows[:, 3] == 1) | (rows[:, 1] == 1)
+    strips = rows[even]
+    spans = np.stack([strips[:, 2], strips[:, 2] + strips[:, 1]], axis=1)
+    of, where = overlaps(spans, line)
+    begin, stop = np.maximum(spans[of, 0], line[where, 0]), np.minimum(spans[of, 1], line[where, 1])
+    cut = strips[of]
+    cut[:, 0] += begin - cut[:, 2]
+    cut[:, 1], cut[:, 2] = stop - begin, begin
+    filled = cut[:, 1] > 0
+    is_inside = where % 2 == 1
+    others = np.concatenate([cut[filled & ~is_inside], rows[~even]])
+    return cut[filled & is_inside], others[np.argsort(others[:, 2], kind="stable")]
 
 
 def plan_fingerprints(source_map: SourceMap, cells: Sequence[RunTable]) -> FingerprintPlan:

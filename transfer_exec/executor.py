@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra.dtypes import dtype_of
+from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.signal_safe import ThreadPool
 from transfer_exec.binding import bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
@@ -30,11 +30,12 @@ from transfer_exec.errors import DeadlineError, ProgramError, TransportError
 from transfer_exec.fetching import chunks_of
 from transfer_exec.kernels.base import Kernels
 from transfer_exec.kernels.cpu import CpuKernels
-from transfer_exec.program import Program
+from transfer_exec.program import Program, StripColumn
 from transfer_exec.report import WorkerReport
 from transfer_exec.signals import Steps, Wait, first_number
 from transfer_exec.transport.base import Endpoint, Transport, check_process
-from transfer_exec.transport.stretches import Reading, Stretches
+from transfer_exec.transport.reading import Reading, Sums
+from transfer_exec.transport.stretches import Stretches
 from transfer_exec.update import Update
 
 DEPTH = 2
@@ -66,6 +67,8 @@ class Executor:
         Rounds under way at once, equal on all workers; the buffers' memory is that many times a round's.
     before_read
         Called in every update before anything is read straight into memory.
+    strips
+        What of the program's fetches is to be digested as it lands; int64, columns as in `StripColumn`, disjoint.
 
     Raises
     ------
@@ -86,6 +89,7 @@ class Executor:
         devices: Sequence[Device] = (),
         depth: int = DEPTH,
         before_read: Callable[[], None] = lambda: None,
+        strips: IdArray | None = None,
     ) -> None:
         if transport.worker != program.worker:
             raise TransportError(
@@ -108,6 +112,7 @@ class Executor:
             transport.lend(memory_of_tensors.only(program.lent))
         self._before_read = before_read
         self._memory = memory_of_tensors
+        self._strips = np.empty((0, len(StripColumn)), dtype=np.int64) if strips is None else strips
         self._readings: dict[str, Reading] = {}
         self._buffers = open_buffers(program, transport, depth)
         addresses = self._buffers.addresses
@@ -177,7 +182,7 @@ class Executor:
         """Whom runs tell, in their own thread, how many rounds are over, and of how many."""
         self._progress = progress
 
-    def run(self, version: int, *, trace: bool = False) -> WorkerReport:
+    def run(self, version: int, *, trace: bool = False, sums: Sums | None = None) -> WorkerReport:
         """Take part in one update, from the first byte to the last.
 
         Parameters
@@ -186,6 +191,8 @@ class Executor:
             Greater than that of any earlier run, and the same on all workers.
         trace
             Keep spans in the report (`transfer_exec.trace`).
+        sums
+            To which the digests of all strips are added; None if nobody wants them. After an error they mean nothing.
 
         Raises
         ------
@@ -199,7 +206,7 @@ class Executor:
         After an error parameters may be half written, and the executor does not run again: peers may still be at
         the old version. Make a new one on a new transport.
         """
-        steps = self.start(version, self._pool, trace=trace)
+        steps = self.start(version, self._pool, trace=trace, sums=sums)
         previous: Wait | None = None
         since, reached = 0.0, 0
         try:
@@ -231,7 +238,9 @@ class Executor:
         finally:
             steps.close()
 
-    def start(self, version: int, pool: ThreadPool | None = None, *, trace: bool = False) -> Steps:
+    def start(
+        self, version: int, pool: ThreadPool | None = None, *, trace: bool = False, sums: Sums | None = None
+    ) -> Steps:
         """The steps of one update: a generator that yields a `Wait` whenever it cannot go on.
 
         It returns the `WorkerReport`. `run` is the usual way to drive it, with kernels in a pool of one thread, so that
@@ -263,6 +272,7 @@ class Executor:
             pool=pool,
             trace=trace,
             before_read=self._before_read,
+            sums=sums,
         )
         return update.steps(self._pack, self._assemble)
 
@@ -277,9 +287,11 @@ class Executor:
         self._transport.close()
 
     def _prepared(self, endpoints: Mapping[str, Endpoint]) -> Iterator[Reading]:
+        strips = self._strips[:, StripColumn.OFFSET :].copy()
+        strips[:, 0] += self._memory.starts[self._strips[:, StripColumn.TENSOR]]
         for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
             lent = endpoints[fetch.peer].lent
             if lent is None:
                 raise TransportError(f"{self._program.worker}: reads from {fetch.peer}, which lends nothing")
             chunks = chunks_of(self._program.worker, fetch.peer, rows, Stretches.of(lent), self._memory)
-            yield self._transport.prepare_read(fetch.peer, self._memory, chunks)
+            yield self._transport.prepare_read(fetch.peer, self._memory, chunks, strips)

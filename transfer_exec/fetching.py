@@ -16,17 +16,19 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import expand_ranges
 from transfer_exec.errors import TransportError
 from transfer_exec.ledger import WRITING, Ledger
 from transfer_exec.program import Fetch, FetchColumn, Offer, Program
 from transfer_exec.signals import READ, Wait, first_number, lent_tag
 from transfer_exec.transport.base import Descriptors, Ticket, Transport
-from transfer_exec.transport.stretches import Reading, Stretches
+from transfer_exec.transport.ranges import cut_long, group_edges
+from transfer_exec.transport.reading import Reading, Sums
+from transfer_exec.transport.stretches import Stretches
 
 _CHUNK_BYTES = 8 << 20
 """Read at once: about a millisecond or two, after which a read that was given up ends."""
@@ -51,7 +53,6 @@ def chunks_of(worker: str, peer: str, rows: IdArray, lent: Stretches, memory: St
     TransportError
         If a row leaves the peer's lent tensor.
     """
-    lent_starts, starts = lent.starts, memory.starts
     number, offset, size = rows[:, FetchColumn.LENT], rows[:, FetchColumn.LENT_OFFSET], rows[:, FetchColumn.BYTES]
     bad = number >= len(lent.sizes)
     if not bad.any():
@@ -63,16 +64,11 @@ def chunks_of(worker: str, peer: str, rows: IdArray, lent: Stretches, memory: St
             f"{int(number[first])} of {peer}, which lends {len(lent.sizes)} tensors and not so much of that one; "
             "compile both of one plan"
         )
-    counts = -(-size // _CHUNK_BYTES)
-    of = np.repeat(np.arange(len(rows)), counts)
-    skipped = expand_ranges(np.zeros(len(rows), dtype=np.int64), counts) * _CHUNK_BYTES
-    source = lent_starts[number[of]] + offset[of] + skipped
-    target = starts[rows[of, FetchColumn.TENSOR]] + rows[of, FetchColumn.OFFSET] + skipped
-    cut = np.stack([source, target, np.minimum(size[of] - skipped, _CHUNK_BYTES)], axis=1)
-    # A chunk ends where the next row would be the first past a multiple of its bytes, or of its rows.
-    before = np.cumsum(cut[:, 2]) - cut[:, 2]
-    full = (np.diff(before // _CHUNK_BYTES) > 0) | (np.diff(np.arange(len(cut)) // _CHUNK_ROWS) > 0)
-    return tuple(part.astype(np.uint64) for part in np.split(cut, np.flatnonzero(full) + 1) if len(part))
+    source = lent.starts[number] + offset
+    target = memory.starts[rows[:, FetchColumn.TENSOR]] + rows[:, FetchColumn.OFFSET]
+    cut, _ = cut_long(np.stack([source, target, size], axis=1), _CHUNK_BYTES)
+    edges = group_edges(cut[:, 2], _CHUNK_BYTES, _CHUNK_ROWS)
+    return tuple(cut[begin:stop].astype(np.uint64) for begin, stop in pairwise(edges.tolist()) if stop > begin)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +83,8 @@ class Fetching:
         Where progress is noted.
     before_read
         Called before memory is written.
+    sums
+        To which the digests of what landed are added; None if nobody wants them.
     """
 
     program: Program
@@ -95,6 +93,7 @@ class Fetching:
     version: int
     ledger: Ledger
     before_read: Callable[[], None]
+    sums: Sums | None = None
     _tickets: set[Ticket] = field(default_factory=set)
     _lent_to: dict[str, Offer] = field(default_factory=dict)
 
@@ -158,7 +157,7 @@ class Fetching:
 
     def _read(self, fetch: Fetch) -> Generator[Wait, None, None]:
         reading = Wait(self.version, -1, READ, f"for a read from {fetch.peer} to complete")
-        ticket = self.transport.read(self.readings[fetch.peer])
+        ticket = self.transport.read(self.readings[fetch.peer], self.sums)
         self._tickets.add(ticket)
         yield reading
         while not self.transport.finished(ticket):

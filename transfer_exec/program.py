@@ -171,6 +171,17 @@ class FetchColumn(IntEnum):
     BYTES = 4
 
 
+class StripColumn(IntEnum):
+    """Columns of what is digested as it lands: the own tensor, the byte in it and how many, ids, and which sum."""
+
+    TENSOR = 0
+    OFFSET = 1
+    BYTES = 2
+    FIRST_ID = 3
+    ITEM_BYTES = 4
+    SUM = 5
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramTensor:
     """A tensor that the program reads or writes.

@@ -36,7 +36,7 @@ from transfer_exec.program import Assemble, Await, Exchange, Instruction, Pack, 
 from transfer_exec.regions import Buffer
 from transfer_exec.signals import ASSEMBLE, PACK, Steps, Wait, first_number, message_tag
 from transfer_exec.transport.base import Ticket, Transport
-from transfer_exec.transport.stretches import Reading
+from transfer_exec.transport.reading import Reading, Sums
 
 _Waits: TypeAlias = Generator[Wait, None, None]
 _Group: TypeAlias = list[tuple[int, Instruction]]
@@ -59,6 +59,8 @@ class Update:
         Where packing and assembling run, one at a time, beside the caller; without one, on the calling thread.
     before_read
         Called before anything is read straight into memory.
+    sums
+        To which the digests of that are added, or None.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Update:
         pool: ThreadPool | None,
         trace: bool,
         before_read: Callable[[], None],
+        sums: Sums | None,
     ) -> None:
         self._program = program
         self._transport = transport
@@ -86,7 +89,7 @@ class Update:
         self._running: list[Running[None]] = []
         self._failures: list[TransportError] = []
         self._ledger = Ledger(program, version, trace=trace)
-        self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read)
+        self._fetching = Fetching(program, transport, readings, version, self._ledger, before_read, sums)
 
     def steps(self, pack: Sequence[Job], assemble: Sequence[Job]) -> Steps:
         """All rounds, with each round's prepared packing and assembling."""

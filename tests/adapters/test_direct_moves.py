@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-import transfer_exec.transport.shared_memory as shared_memory
 from adapters.connect_report import ConnectReport
 from adapters.failures import VerificationError
 from layout_algebra.space import CheckpointSpace, TensorSpec
@@ -18,7 +17,7 @@ from tests.adapters.crew import Crew, Outcome, wait_for
 from tests.adapters.toy import Holding, Pairs, same_bits
 from transfer_exec.errors import TransportError
 from transfer_exec.report import TransferReport
-from transfer_exec.transport.process_memory import Ranges
+from transfer_exec.transport.reading import Batch, Sums
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
 SHAPES = {"long": (64, 64), "turned": (64, 64), "short": (8,)}
@@ -130,19 +129,39 @@ def test_a_direct_read_that_fails_leaves_the_engine_torn(tmp_path: Path, monkeyp
 def test_a_read_of_wrong_bytes_is_seen_and_named(
     tmp_path: Path, staging: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit, as it lands: nobody but the digests can tell."""
-    read = shared_memory.read_process
+    """One bit, on its way: nobody but the digests can tell."""
+    move = Batch.move
 
-    def spoiling(pid: int, calls: Sequence[Ranges]) -> None:
-        read(pid, calls)
-        ctypes.c_uint8.from_address(int(calls[0].mine[0, 0])).value ^= 1
+    def spoiling(batch: Batch, pid: int, sums: Sums | None) -> None:
+        byte = ctypes.c_uint8.from_address(int(batch.read_digested[0].theirs[0, 0]))
+        byte.value ^= 1
+        move(batch, pid, sums)
+        byte.value ^= 1
 
     trainer, rollout = holding(turn=False), holding(turn=True)
     with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE, staging=staging) as crew:
         connect(crew)
         assert sent_directly(crew, 1) > 0
-        monkeypatch.setattr(shared_memory, "read_process", spoiling)
+        monkeypatch.setattr(Batch, "move", spoiling)
         (outcome,) = send(crew, 2)
+        assert isinstance(outcome.error, VerificationError)
+        assert "engine/a/0: the bits of long" in str(outcome.error)
+
+
+def test_a_first_update_that_digests_other_bytes_than_it_leaves_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying and digesting in one go is itself looked at, by digests of the memory at rest."""
+    move = Batch.move
+
+    def spoiling(batch: Batch, pid: int, sums: Sums | None) -> None:
+        move(batch, pid, sums)
+        ctypes.c_uint8.from_address(int(batch.read_digested[0].mine[0, 0])).value ^= 1
+
+    with Crew(tmp_path, [holding(turn=False)], {"a": [holding(turn=True)]}, checkpoint=SPACE) as crew:
+        connect(crew)
+        monkeypatch.setattr(Batch, "move", spoiling)
+        (outcome,) = send(crew, 1)
         assert isinstance(outcome.error, VerificationError)
         assert "engine/a/0: the bits of long" in str(outcome.error)
 

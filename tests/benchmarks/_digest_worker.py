@@ -32,14 +32,17 @@ def serve(
     mine, worker_map = Program.from_bytes(program), SourceMap.from_bytes(source_map)
     memory = random_memory(mine)
     proof = plan_proof(worker_map, [Cell(*cell) for cell in cells], threads=threads)
-    executor = Executor(mine, memory, SharedMemoryTransport(mine.worker), kernels=CpuKernels(threads=threads))
+    strips, rest = proof.divide(mine)
+    transport, kernels = SharedMemoryTransport(mine.worker), CpuKernels(threads=threads)
+    executor = Executor(mine, memory, transport, kernels=kernels, strips=strips)
     pipe.send(executor.endpoint.to_bytes())
     executor.connect({name: Endpoint.from_bytes(data) for name, data in pipe.recv().items()})
     pipe.send("connected")
     while (version := pipe.recv()) is not None:
         begun = time.monotonic()
         sums = proof.digests(memory) if cells and not receives else {}
-        executor.run(version)
-        sums = proof.digests(memory) if cells and receives else sums
+        landed = proof.zeros() if cells and receives else None
+        executor.run(version, sums=landed)
+        sums = sums if landed is None else rest.digests(memory, landed=landed)
         pipe.send((begun, time.monotonic(), sums))
     executor.close()

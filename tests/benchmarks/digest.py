@@ -8,7 +8,8 @@
     loop       digests of the trainers' parameters by all cores, against a plain read of the same bytes
 
 Trainers digest what they hold before the first byte leaves, rollouts what has landed; the digests must agree, class by
-class, or there is no row. One byte of a model is read twice for it, and moved by one copy or by three.
+class, or there is no row. One byte of a model is moved by one copy or by three, read once more by its trainer, and by
+its rollout if it came in rounds; what is copied directly is digested as it lands.
 """
 
 from __future__ import annotations

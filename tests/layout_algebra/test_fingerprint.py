@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import mul
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +98,21 @@ def test_every_width_place_and_stride_is_the_weighted_sum(dtype: str, width: int
                 assert got == sum(bits * weight(i, width) for i, bits in pairs) % 2**64
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "width"), [("U8", 1), ("BF16", 2), ("F32", 4), ("I64", 8)])
+def test_long_runs_are_the_weighted_sum(dtype: str, width: int, mode: str) -> None:
+    """Of several blocks of ids, which are read side by side, with parts of blocks around them."""
+    space = CheckpointSpace([TensorSpec("w", (40_000,), dtype)])
+    room = np.random.default_rng(width).integers(0, 256, 40_001 * width, dtype=np.uint8)
+    weights = [weight(i, width) for i in range(40_001)]
+    with kernels_run(mode):
+        for first, length in ((4096, 16_384), (4096, 16_383), (777, 39_000), (1, 40_000)):
+            memory = room[width : (length + 1) * width].view(f"u{width}")
+            got = fingerprint(SourceMap.from_ids(space, {"p": np.arange(first, first + length)}), {"p": memory})["w"]
+            bits = memory.tolist()
+            assert got == sum(map(mul, bits, weights[first : first + length])) % 2**64
+
+
 CORRUPTIONS = ("flipped bit", "swapped pair", "stale tensor", "shifted run")
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "I64": np.uint64}
 
@@ -175,6 +193,37 @@ def test_shares_add_up_and_are_of_one_size(count: int) -> None:
     assert max(sizes[:-1], default=0) <= 1.2 * sum(sizes) / len(sizes) or count == 1
     total = np.sum([share.sums(memory) for share in shares], axis=0, dtype=np.uint64)
     assert np.array_equal(total, plan.sums(memory))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_split_by_places(seed: int) -> None:
+    """Every element is in one part; what is not even in memory, or of another dtype, stays with the rest."""
+    space = CheckpointSpace([TensorSpec("a", (40, 50), "F32"), TensorSpec("b", (4000,), "BF16")])
+    rng = np.random.default_rng(seed)
+    start = space.id_range("b")[0]
+    a = np.arange(1, 2001).reshape(40, 50)
+    ids = {
+        "a": [a, a[::2], a.T][seed % 3],
+        "b": np.roll(np.arange(start, start + 4000), 5),
+        "wide": np.arange(1) + start,
+    }
+    dtypes = {"a": "F32", "b": "BF16", "wide": "F32"}
+    plan = plan_fingerprints(SourceMap.from_ids(space, ids, dtypes), [RunTable.from_intervals([(1, start + 3990)])])
+    memory = {"a": rng.integers(0, 2**32, ids["a"].shape, dtype=np.uint32)}
+    memory |= {"b": rng.integers(0, 2**16, 4000, dtype=np.uint16), "wide": np.ones(1, np.float32)}
+    places = {}
+    for name, array in memory.items():
+        edges = np.unique(rng.integers(0, array.size + 1, 2 * int(rng.integers(0, 6))))
+        places[name] = edges[: len(edges) // 2 * 2].reshape(-1, 2)
+    inside, rest = plan.split(places)
+    for part in inside:
+        assert part.parameter != "wide"
+        begin, stop = part.rows[:, 2], part.rows[:, 2] + part.rows[:, 1]
+        assert all(any(low <= x < high for low, high in places[part.parameter]) for x in begin)
+        assert all(any(low < x <= high for low, high in places[part.parameter]) for x in stop)
+    found = replace(plan, parts=inside).sums(memory) + rest.sums(memory)
+    assert np.array_equal(found, plan.sums(memory))
+    assert plan.split({})[0] == ()
 
 
 def test_cells_are_parts_of_tensors() -> None:

@@ -299,6 +299,10 @@ for item in (1, 2, 4, 8):
     t.test_transposes(item, 33, 70)
 t.test_casts_of_every_length_and_alignment(("F32", "BF16"))
 t.test_ranges_and_words()
+from test_reading import test_batches_digest_what_they_move
+np.seterr(over="ignore")
+for seed in range(4):
+    test_batches_digest_what_they_move(seed)
 print("interpreted")
 """
 

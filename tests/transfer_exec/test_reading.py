@@ -8,15 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import transfer_exec.transport.reading as reading
+from layout_algebra._digest_kernels import digest_strips
 from tests.transfer_exec.fake_device import FakeDevice, FakeDriver
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.transport.base import Endpoint, Ticket, Transport
 from transfer_exec.transport.device_memory import DeviceMemoryTransport
 from transfer_exec.transport.loopback import LENT, LoopbackNetwork, LoopbackPolicy
 from transfer_exec.transport.process_memory import ranges_of, read_process
+from transfer_exec.transport.reading import Batch, Strips
 from transfer_exec.transport.shared_files import FilePlace
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
-from transfer_exec.transport.stretches import Lent, Stretches
+from transfer_exec.transport.stretches import MAPPED, Lent, Stretches
 
 Maker = Callable[[str], Transport]
 
@@ -208,3 +211,90 @@ def test_lent_memory_of_a_strange_process_is_refused() -> None:
         )
         with pytest.raises(TransportError, match="is no process of a shared memory endpoint"):
             reader.connect(lie)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_digest_what_they_move(seed: int) -> None:
+    """Mapped and read ranges of every width, alignment and length, strips that begin and end anywhere in them."""
+    random = np.random.default_rng(seed)
+    source = random.integers(0, 256, 200_000, dtype=np.uint8)
+    targets = np.full((3, len(source)), 0xEE, dtype=np.uint8)
+    item_bytes, phase = int(random.choice([1, 2, 4, 8])), int(random.integers(0, 8))
+    edges = np.unique(random.integers(0, (len(source) - phase) // item_bytes, random.integers(2, 60)))
+    spans = np.stack([edges[:-1], edges[1:]], axis=1)[random.random(len(edges) - 1) < 0.8]
+    apart = int(random.integers(0, 9)) * int(random.choice([1, item_bytes]))
+    begins, sizes = phase + spans[:, 0] * item_bytes, (spans[:, 1] - spans[:, 0]) * item_bytes
+    places = np.minimum(begins + apart, len(source) - sizes)  # where each comes from
+    mapped = np.where(random.random(len(spans)) < 0.5, MAPPED, 0)
+    cuts = np.unique(random.integers(0, (len(source) - phase) // item_bytes, 25))
+    of = np.stack([cuts[:-1], cuts[1:]], axis=1)[random.random(len(cuts) - 1) < 0.7]
+    first, number = random.integers(1, 1 << 40, len(of)), random.integers(0, 3, len(of))
+    for target, before in zip(targets, (None, np.zeros(3, np.uint64), np.ones(3, np.uint64)), strict=True):
+        sums = None if before is None else before.copy()
+        base = target.ctypes.data
+        rows = np.stack([base + begins, source.ctypes.data + places + mapped, sizes], axis=1)
+        columns = (base + phase + of[:, 0] * item_bytes, np.diff(of)[:, 0] * item_bytes, first)
+        strips = np.stack([*columns, np.full_like(first, item_bytes), number], axis=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reading, "_PIECE_BYTES", int(random.choice([64, 4096, 65536])))
+            batch = Batch.of(rows, Strips.of(strips))
+        batch.compile()
+        batch.move(os.getpid(), sums)
+        expected = np.full_like(target, 0xEE)
+        for begin, place, size in zip(begins, places, sizes, strict=True):
+            expected[begin : begin + size] = source[place : place + size]
+        assert np.array_equal(target, expected)
+        if sums is not None and before is not None:
+            elements = target[phase:][: (len(target) - phase) // item_bytes * item_bytes].copy().view(f"u{item_bytes}")
+            right = before.copy()
+            digest_strips(elements, inside(spans, of, first, number), right)
+            assert sums.tolist() == right.tolist()
+
+
+def inside(spans: np.ndarray, of: np.ndarray, first: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Strips, cut to what lies in some spans, as `digest_strips` takes them."""
+    found = [
+        (ids + max(start, begin) - begin, min(stop, end) - max(start, begin), max(start, begin), 1, label)
+        for (begin, end), ids, label in zip(of.tolist(), first.tolist(), number.tolist(), strict=True)
+        for start, stop in spans.tolist()
+        if max(start, begin) < min(stop, end)
+    ]
+    return np.array(found, dtype=np.int64).reshape(-1, 5)
+
+
+def test_a_digested_read_that_the_system_refuses_says_what_is_wrong() -> None:
+    own = np.zeros(64, dtype=np.uint8)
+    batch = Batch.of(np.array([[own.ctypes.data, 4096, 64]]), Strips.of(np.array([[own.ctypes.data, 64, 1, 2, 0]])))
+    for sums in (None, np.zeros(1, dtype=np.uint64)):
+        with pytest.raises(TransportError, match=f"process {os.getpid()}: 1 ranges cannot be read: Bad address"):
+            batch.move(os.getpid(), sums)
+
+
+def test_strips_outside_of_own_memory_are_refused(make: Maker) -> None:
+    own = np.zeros(8, dtype=np.uint8)
+    reader, lender = pair(make, [np.ones(8, dtype=np.uint8)])
+    strips = np.array([[4, 8, 1, 2, 0]])
+    with pytest.raises(
+        TransportError, match="covers bytes 4:12 of reader, to be digested, which leaves stretch 0 at 0:8"
+    ):
+        reader.prepare_read("lender", stretches(own), [rows((0, 0, 8))], strips)
+    for each in (reader, lender):
+        each.close()
+
+
+def test_a_read_adds_its_digests_once_it_has_finished(make: Maker) -> None:
+    """Twice, from two batches; a read that wants none gives none."""
+    lent, own = np.arange(1, 101, dtype=np.uint16), np.zeros(100, dtype=np.uint16)
+    reader, lender = pair(make, [lent.view(np.uint8)])
+    memory = stretches(own.view(np.uint8))
+    strips = np.array([[20, 100, 500, 2, 1], [120, 40, 7, 2, 0]])
+    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 60)), rows((60, 60, 140))], strips)
+    sums, right = np.zeros(2, dtype=np.uint64), np.zeros(2, dtype=np.uint64)
+    digest_strips(lent, np.array([[500, 50, 10, 1, 1], [7, 20, 60, 1, 0]]), right)
+    for times in (1, 2):
+        wait_for(reader, reader.read(prepared, sums))
+        assert sums.tolist() == (right * np.uint64(times)).tolist()
+        wait_for(reader, reader.read(prepared))
+    assert np.array_equal(own, lent)
+    for each in (reader, lender):
+        each.close()

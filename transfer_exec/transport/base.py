@@ -32,8 +32,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.stretches import Lent, Reading, Stretches
+from transfer_exec.transport.reading import Reading, Sums
+from transfer_exec.transport.stretches import Lent, Stretches
 
 Memory = npt.NDArray[np.uint8]
 """A region: a one-dimensional, contiguous, writable array of bytes."""
@@ -46,6 +48,10 @@ RegionHandle = NewType("RegionHandle", int)
 
 Ticket = NewType("Ticket", int)
 """A posted write or read."""
+
+
+NO_STRIPS: IdArray = np.empty((0, 5), dtype=np.int64)
+"""Nothing is digested."""
 
 
 class Flag(NamedTuple):
@@ -239,7 +245,9 @@ class Transport(Protocol):
         """
         ...
 
-    def prepare_read(self, peer: str, memory: Stretches, batches: Sequence[Descriptors]) -> Reading:
+    def prepare_read(
+        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: IdArray = NO_STRIPS
+    ) -> Reading:
         """Check and locate what will be read, any number of times, from what a peer lends into own memory.
 
         Parameters
@@ -248,6 +256,9 @@ class Transport(Protocol):
             Source and target of the descriptors.
         batches
             Descriptors; between two batches a read can be stopped.
+        strips
+            What is to be digested of own memory as it lands: offset and bytes, first id, bytes of an element, number of
+            the sum; int64, shape ``(n, 5)``, disjoint.
 
         Raises
         ------
@@ -256,8 +267,10 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, reading: Reading) -> Ticket:
+    def read(self, reading: Reading, sums: Sums | None = None) -> Ticket:
         """Post copies from what a peer lends into own memory; neither may go away until the ticket is finished.
+
+        With ``sums`` the digests of all strips are added to them when it is (`layout_algebra.fingerprint`).
 
         Raises
         ------

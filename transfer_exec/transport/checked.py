@@ -31,6 +31,7 @@ from layout_algebra.dtypes import IdArray
 from transfer_exec.device import Device
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.transport.base import (
+    NO_STRIPS,
     Descriptors,
     Endpoint,
     Flag,
@@ -47,7 +48,8 @@ from transfer_exec.transport.base import (
 )
 from transfer_exec.transport.queues import Bases, Peer, Transfer
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
-from transfer_exec.transport.stretches import Batch, Lent, Reading, Stretches
+from transfer_exec.transport.reading import Batch, Reading, Strips, Sums
+from transfer_exec.transport.stretches import Lent, Stretches
 
 _Posted = TypeVar("_Posted")
 
@@ -157,8 +159,11 @@ class CheckedTransport(ABC, Generic[_Posted]):
         """What a peer that was reached lends, with own addresses, and ``MAPPED``, of what this process has mapped."""
         return lent
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> _Posted:
-        """Copy what a `Reading` has."""
+    def _get_ready(self, batches: Sequence[Batch]) -> None:
+        """Do what takes time when a first batch is fetched."""
+
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], sums: Sums | None) -> _Posted:
+        """Copy what a `Reading` has, and add to sums when it has ended."""
         raise TransportError(f"{self.name} cannot read memory")
 
     def _stop(self, posted: _Posted) -> None:
@@ -274,7 +279,9 @@ class CheckedTransport(ABC, Generic[_Posted]):
         rows[:, 1] = np.array([*known.bases[region], 0], dtype=np.int64)[pieces] + offsets
         return self._take(Transfer(known, region, rows))
 
-    def prepare_read(self, peer: str, memory: Stretches, batches: Sequence[Descriptors]) -> Reading:
+    def prepare_read(
+        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: IdArray = NO_STRIPS
+    ) -> Reading:
         """See `Transport.prepare_read`."""
         known = self._known(peer)
         if known.lent is None:
@@ -286,15 +293,19 @@ class CheckedTransport(ABC, Generic[_Posted]):
         located = np.stack([target, source, lengths], axis=1).astype(np.uint64)
         edges = np.cumsum([len(batch) for batch in batches])[:-1]
         parts = np.split(located, edges) if batches else ()
-        found = (Batch.of(merge_neighbours(part).astype(np.int64)) for part in parts)
-        return Reading(peer, tuple(found), known.lent)
+        own = strips.copy()
+        own[:, 0] = memory.locate(own[:, 0], own[:, 1], f"of {self.worker}, to be digested")
+        to_digest = Strips.of(own)
+        found = tuple(Batch.of(merge_neighbours(part).astype(np.int64), to_digest) for part in parts)
+        self._get_ready(found)
+        return Reading(peer, found, known.lent)
 
-    def read(self, reading: Reading) -> Ticket:
+    def read(self, reading: Reading, sums: Sums | None = None) -> Ticket:
         """See `Transport.read`."""
         known = self._known(reading.peer)
         if known.lent is not reading.lent:
             raise TransportError(f"{reading.peer}: was connected again since what is read of it was prepared")
-        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches)))
+        return self._take(Transfer(known, "", reading=self._fetch(known.endpoint, reading.batches, sums)))
 
     def stop(self, ticket: Ticket) -> None:
         """See `Transport.stop`."""

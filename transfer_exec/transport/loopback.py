@@ -33,7 +33,8 @@ from transfer_exec.errors import TransportError
 from transfer_exec.transport.base import Endpoint, Flag, Memory, Ticket
 from transfer_exec.transport.checked import CheckedTransport, Limits
 from transfer_exec.transport.queues import Bases
-from transfer_exec.transport.stretches import Batch, Stretches
+from transfer_exec.transport.reading import Batch, ReadDigested, Sums
+from transfer_exec.transport.stretches import Stretches
 
 _ALIGNMENT = 64
 
@@ -249,6 +250,7 @@ class LoopbackTransport(CheckedTransport[int]):
         self.network = network
         self._flags: list[Flag] = []
         self._stale = False
+        self._to_digest: dict[int, list[tuple[ReadDigested, Sums]]] = {}
 
     def memory_mapped_anew(self) -> None:
         """The worker's memory moved to other pages at the same addresses, so what was registered is void."""
@@ -328,21 +330,25 @@ class LoopbackTransport(CheckedTransport[int]):
     def _lend(self, memory: Stretches) -> str:
         return ""
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> int:
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], sums: Sums | None) -> int:
         member = self.network.member(peer.worker)
         assert member is not None
         pieces, ends = [], []
-        calls = [call for batch in batches for call in batch.read]  # nothing is mapped here
-        for (target, size), (source, _) in (
-            row for c in calls for row in zip(c.mine.tolist(), c.theirs.tolist(), strict=True)
-        ):
+        for target, source, size in (row for batch in batches for row in batch.unmapped()):  # nothing is mapped here
             there, offset = member.lent_window(source, size)
             ends.append((there, _bytes_at(target, size)))
             pieces.append((offset, size))
-        return self.network.post(WriteRecord(peer.worker, self.worker, LENT, tuple(pieces)), ends)
+        posted = self.network.post(WriteRecord(peer.worker, self.worker, LENT, tuple(pieces)), ends)
+        if sums is not None:
+            self._to_digest[posted] = [(each, sums) for batch in batches for each in batch.read_digested]
+        return posted
 
     def _ended(self, posted: int) -> bool:
-        return self.network.done(posted)
+        ended = self.network.done(posted)
+        if ended:
+            for each, sums in self._to_digest.pop(posted, []):
+                each.digest(sums)
+        return ended
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
         member = self.network.member(peer.worker)

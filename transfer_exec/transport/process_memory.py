@@ -22,7 +22,8 @@ import numpy.typing as npt
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
 
-_RANGES = 1024
+RANGES = 1024
+"""The system takes so many at once."""
 _CALL_BYTES = 1 << 30
 """Below the kernel's own limit of 2 GiB less a page, so that a whole call is one answer."""
 
@@ -109,7 +110,7 @@ def _move(name: str, pid: int, calls: Sequence[Ranges], done: str) -> None:
 def _calls(rows: IdArray) -> list[IdArray]:
     """Rows in groups that one call takes."""
     out: list[IdArray] = []
-    for part in np.split(rows, range(_RANGES, len(rows), _RANGES)):
+    for part in np.split(rows, range(RANGES, len(rows), RANGES)):
         if int(part[:, 2].sum()) <= _CALL_BYTES:
             out.append(part)
             continue

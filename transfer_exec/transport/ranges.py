@@ -14,13 +14,13 @@ to the next on either side, whatever length was asked for.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray
 from layout_algebra.runs import expand_ranges
-from transfer_exec.transport.base import Descriptors
 
 
-def merge_neighbours(descriptors: Descriptors) -> Descriptors:
+def merge_neighbours(descriptors: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """One descriptor for those that continue each other on both sides; empty ones are dropped."""
     rows = descriptors[descriptors[:, 2] > 0]
     if len(rows) < 2:
@@ -48,3 +48,25 @@ def cut_at_seams(rows: IdArray, *, column: int, piece_bytes: int) -> IdArray:
     out[:, :2] += (start - begins[owner])[:, None]
     out[:, 2] = stop - start
     return out
+
+
+def cut_long(rows: IdArray, most_bytes: int) -> tuple[IdArray, IdArray]:
+    """Cut rows of two places and bytes that are longer than some bytes; also which row each is of."""
+    counts = -(-rows[:, 2] // most_bytes)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    skipped = expand_ranges(np.zeros(len(rows), dtype=np.int64), counts) * most_bytes
+    out = rows[owner]
+    out[:, :2] += skipped[:, None]
+    out[:, 2] = np.minimum(out[:, 2] - skipped, most_bytes)
+    return out, owner
+
+
+def group_edges(sizes: IdArray, most_bytes: int, most_rows: int) -> IdArray:
+    """Where groups of consecutive rows begin, and the last ends: of so many rows at most, below twice so many bytes.
+
+    No row may have more than ``most_bytes``.
+    """
+    # A group ends where the next row would be the first past a multiple of its bytes, or of its rows.
+    before = np.cumsum(sizes) - sizes
+    full = (np.diff(before // most_bytes) > 0) | (np.diff(np.arange(len(sizes)) // most_rows) > 0)
+    return np.concatenate([[0], np.flatnonzero(full) + 1, [len(sizes)]])

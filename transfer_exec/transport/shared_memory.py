@@ -36,10 +36,11 @@ from transfer_exec.errors import TransportError, UnmappableError, UnreadableErro
 from transfer_exec.kernels.cpu import copy_ranges, publish_word, read_word
 from transfer_exec.transport.base import Endpoint, Flag, Memory
 from transfer_exec.transport.checked import CheckedTransport, Limits
-from transfer_exec.transport.process_memory import read_process, why_not, why_not_process, write_process
+from transfer_exec.transport.process_memory import why_not, why_not_process, write_process
 from transfer_exec.transport.queues import Bases
+from transfer_exec.transport.reading import Batch, Sums
 from transfer_exec.transport.shared_files import make_shared, map_file, map_places
-from transfer_exec.transport.stretches import MAPPED, Batch, Stretches
+from transfer_exec.transport.stretches import MAPPED, Stretches
 
 _HEADER_BYTES = 64
 _FLAG_BYTES = 16
@@ -177,10 +178,14 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
         _check_readable(peer.worker, peer.lent.where, lent.addresses[(addresses < MAPPED) & (lent.sizes > 0)])
         return Stretches(addresses, lent.sizes)
 
-    def _fetch(self, peer: Endpoint, batches: Sequence[Batch]) -> _Copying:
+    def _get_ready(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            batch.compile()
+
+    def _fetch(self, peer: Endpoint, batches: Sequence[Batch], sums: Sums | None) -> _Copying:
         assert peer.lent is not None
         pid = int(peer.lent.where.rpartition("/")[2])
-        copying = _Copying(pid, deque(batches), self._lent_files[peer.worker])
+        copying = _Copying(pid, deque(batches), self._lent_files[peer.worker], sums)
         try:
             copying.running = [self._readers.submit(copying.run) for _ in range(min(self._threads, len(batches)))]
         except RuntimeError as error:
@@ -193,10 +198,12 @@ class SharedMemoryTransport(CheckedTransport["_Copying"]):
     def _ended(self, posted: _Copying) -> bool:
         ended = all(each.done() for each in posted.running)
         if ended:
-            for each in posted.running:
-                each.result()
+            found = [each.result() for each in posted.running]
             if posted.stopped:
                 raise TransportError(f"{self.worker}: a read was stopped")
+            for sums in found:
+                if posted.sums is not None and sums is not None:
+                    posted.sums += sums
         return ended
 
     def _raise(self, peer: Endpoint, channel: int, flag: Flag) -> None:
@@ -271,24 +278,28 @@ def _foreign(worker: str, address: str) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(slots=True, eq=False)
 class _Copying:
-    """A read under way: batches that no thread has begun, and mappings, which live as long as they are looked at."""
+    """A read under way: batches that no thread has begun, and mappings, which live as long as they are looked at.
+
+    Threads digest into sums of their own, which are added to the caller's when all have ended.
+    """
 
     pid: int
     left: deque[Batch]
     mappings: tuple[npt.NDArray[np.uint8], ...]
-    running: list[Job[None]] = field(default_factory=list)
+    sums: Sums | None
+    running: list[Job[Sums | None]] = field(default_factory=list)
     stopped: bool = False
 
-    def run(self) -> None:
-        """Copy batches until none is left; after an error no other thread begins one."""
+    def run(self) -> Sums | None:
+        """Copy batches until none is left, and digest them; after an error no other thread begins one."""
+        mine = None if self.sums is None else np.zeros_like(self.sums)
         while (batch := self._next()) is not None:
             try:
-                if len(batch.mapped):
-                    copy_ranges(batch.mapped, True)
-                read_process(self.pid, batch.read)
+                batch.move(self.pid, mine)
             except TransportError:
                 self.left.clear()
                 raise
+        return mine
 
     def stop(self) -> None:
         """Begin no more batches."""

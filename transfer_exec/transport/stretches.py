@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.process_memory import Ranges, ranges_of
 from transfer_exec.transport.shared_files import FilePlace
 
 MAPPED = 1 << 62
@@ -48,48 +46,6 @@ class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: tuple[int, ...]
     sizes: tuple[int, ...]
     files: tuple[FilePlace | None, ...]
-
-
-class Batch(NamedTuple):
-    """Rows that are read at once.
-
-    Attributes
-    ----------
-    mapped
-        Source, own target and bytes of what this process has mapped: int64, shape ``(n, 3)``.
-    read
-        All others.
-    """
-
-    mapped: IdArray
-    read: tuple[Ranges, ...]
-
-    @staticmethod
-    def of(rows: IdArray) -> Batch:
-        """Rows of own target, source as it was reached, bytes; int64."""
-        is_mapped = rows[:, 1] >= MAPPED
-        mapped = np.ascontiguousarray(rows[is_mapped][:, [1, 0, 2]])
-        mapped[:, 0] -= MAPPED
-        return Batch(mapped, ranges_of(rows[~is_mapped]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What is read of a peer in every update, checked and located once.
-
-    Attributes
-    ----------
-    peer
-        Who lends it.
-    batches
-        In order.
-    lent
-        What the peer lent when this was prepared.
-    """
-
-    peer: str
-    batches: tuple[Batch, ...]
-    lent: Stretches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
