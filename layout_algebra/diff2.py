@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra._scan_kernels import LONG_BLOCK, equal_runs, scan
+from layout_algebra._scan_kernels import LINE_MORE, equal_runs, scan
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import ProbeError
 from layout_algebra.residues import Decoding, Pass
@@ -246,7 +246,7 @@ def encode(
 @lru_cache(maxsize=16)
 def _line(of_pass: Pass, base: int) -> npt.NDArray[np.uint16]:
     """What `scan` compares consecutive ids with."""
-    return (np.resize(of_pass.order(), of_pass.modulus + LONG_BLOCK) + base).astype(np.uint16)
+    return (np.resize(of_pass.order(), of_pass.modulus + LINE_MORE) + base).astype(np.uint16)
 
 
 def _bits_of(

@@ -26,6 +26,7 @@ from transfer_exec.errors import TransportError
 from transfer_exec.executor import Executor
 from transfer_exec.plan import Stage
 from transfer_exec.report import WorkerReport
+from transfer_exec.transport.reading import Sums
 
 
 def before_writes(crew: Crew, worker: str, act: Callable[[int], object]) -> None:
@@ -131,9 +132,9 @@ def test_g02_all_trainers_wait_at_one_gate_before_any_wait_of_a_transfer_begins(
     began: list[float] = []
     run = Executor.run
 
-    def watched(self: Executor, version: int, *, trace: bool = False) -> WorkerReport:
+    def watched(self: Executor, version: int, *, trace: bool = False, sums: Sums | None = None) -> WorkerReport:
         began.append(time.monotonic())
-        return run(self, version, trace=trace)
+        return run(self, version, trace=trace, sums=sums)
 
     def drain() -> None:
         time.sleep(2.0)

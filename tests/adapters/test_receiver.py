@@ -25,6 +25,7 @@ from tests.adapters.crew import Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, Pairs, copy_of, rollout, same_bits, trainer
 from transfer_exec.errors import DeadlineError, TransportError
 from transfer_exec.report import TransferReport
+from transfer_exec.transport.reading import Sums
 
 
 def test_metadata_arrives_as_plain_values(tmp_path: Path) -> None:
@@ -208,8 +209,8 @@ def test_bits_that_change_on_the_way_are_found(tmp_path: Path) -> None:
         assert executor is not None
         run = executor.run
 
-        def spoil(version: int, *, trace: bool) -> object:
-            report = run(version, trace=trace)
+        def spoil(version: int, *, trace: bool, sums: Sums | None) -> object:
+            report = run(version, trace=trace, sums=sums)
             crew.rollouts["a/0"].holding.tensors["stack"][1, 2, 3] += 1
             return report
 
