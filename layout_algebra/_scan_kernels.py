@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from layout_algebra._jit import kernel
-from layout_algebra._prefetch import AHEAD_BYTES, PAGE_BYTES, prefetch
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
@@ -23,6 +22,8 @@ BLOCK = 2048
 LONG_BLOCK = 1 << 12
 """Elements that are tested at once while nothing is found."""
 
+
+_SHORT_BLOCK = 1 << 7
 
 LINE_MORE = 4 * LONG_BLOCK
 """Elements that a line has more than its modulus, so that so many can be compared from any place on."""
@@ -105,6 +106,15 @@ def differ(left: Words, right: Words) -> bool:
 
 
 @kernel
+def is_zero(words: Words) -> bool:
+    """Whether all elements are, told without a branch an element."""
+    some = np.uint16(0)
+    for k in range(len(words)):
+        some = np.uint16(some | words[k])
+    return bool(some == 0)
+
+
+@kernel
 def differ_in_four(left: Bits, right: Bits) -> bool:
     """As ``differ``, of long arrays, whose quarters are read side by side.
 
@@ -126,7 +136,10 @@ def differ_in_four(left: Bits, right: Bits) -> bool:
 
 @kernel
 def line_goes_on(here: Words, line: Words, place: int) -> int:
-    """How many elements, in whole long blocks, go on as consecutive ids; ``place`` as in ``line``, in a circle."""
+    """How many elements go on as consecutive ids; ``place`` as in ``line``, in a circle.
+
+    Ends where fewer than a long block are left.
+    """
     modulus = len(line) - LINE_MORE
     done = 0
     while done + LINE_MORE <= len(here):
@@ -136,13 +149,18 @@ def line_goes_on(here: Words, line: Words, place: int) -> int:
         done += LINE_MORE
         place += LINE_MORE
     while done + LONG_BLOCK <= len(here):
-        for page in range(AHEAD_BYTES, AHEAD_BYTES + LONG_BLOCK * here.itemsize, PAGE_BYTES):
-            prefetch(here.ctypes.data + done * here.itemsize + page)
         place %= modulus
         if differ(here[done : done + LONG_BLOCK], line[place : place + LONG_BLOCK]):
             break
         done += LONG_BLOCK
         place += LONG_BLOCK
+    if done + LONG_BLOCK <= len(here):
+        while not differ(here[done : done + _SHORT_BLOCK], line[place : place + _SHORT_BLOCK]):
+            done += _SHORT_BLOCK
+            place += _SHORT_BLOCK
+        while here[done] == line[place]:
+            done += 1
+            place += 1
     return done
 
 
@@ -269,6 +287,9 @@ def scan(
                     index = end + line_goes_on(
                         here[end - here_start : stop - here_start], line, int(number) + end - anchor - 1
                     )
+                    # Where a line ends another may begin; nothing is read twice for that.
+                    if stop - index >= LONG_BLOCK:
+                        line_from, reach = index, 0
                     continue
             else:
                 skips = min(2 * skips + 1, 63)
@@ -357,11 +378,15 @@ def scan(
                                 return entries, -1, spans, span_count
                         while entry_count + size > len(entries):
                             entries = longer(entries, entry_count)
-                        for j in range(size):
-                            if found[j] != 0:
-                                number = np.int64(found[j]) * inverse % modulus
-                                entries[entry_count] = (index - start + k + j) << 16 | number
-                                entry_count += 1
+                        for first in range(0, size, _SHORT_BLOCK):
+                            last = min(first + _SHORT_BLOCK, size)
+                            if is_zero(found[first:last]):
+                                continue
+                            for j in range(first, last):
+                                if found[j] != 0:
+                                    number = np.int64(found[j]) * inverse % modulus
+                                    entries[entry_count] = (index - start + k + j) << 16 | number
+                                    entry_count += 1
                 k += size
                 column = 0
         bends[0] = bends[count]
