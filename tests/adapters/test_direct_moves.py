@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -146,6 +146,27 @@ def test_a_read_of_wrong_bytes_is_seen_and_named(
         (outcome,) = send(crew, 2)
         assert isinstance(outcome.error, VerificationError)
         assert "engine/a/0: the bits of long" in str(outcome.error)
+
+
+@pytest.mark.parametrize("tie", [lambda t: t, lambda t: t[:32], lambda t: t.view(-1)], ids=["all", "rows", "flat"])
+@pytest.mark.parametrize("shared", [False, True], ids=["read", "mapped"])
+def test_tied_parameters_are_proven_in_every_update(
+    tmp_path: Path, tie: Callable[[torch.Tensor], torch.Tensor], *, shared: bool
+) -> None:
+    """What is two parameters and one memory comes for both of them and is digested once."""
+    trainer, rollout = holding(turn=False), holding(turn=False)
+    rollout.tensors["tied"] = tie(rollout.tensors["long"])
+    if shared:
+        for tensor in trainer.tensors.values():
+            tensor.share_memory_()
+    with Crew(tmp_path, [trainer], {"a": [rollout]}, checkpoint=SPACE) as crew:
+        connect(crew)
+        for version in (1, 2, 3):
+            (outcome,) = send(crew, version)
+            assert outcome.error is None
+            assert torch.equal(rollout.tensors["tied"], tie(weights(version)["long"]))
+            assert outcome.value is not None
+            assert outcome.value.workers["engine/a/0"].direct_bytes >= 2 * LONG_BYTES
 
 
 def test_a_first_update_that_digests_other_bytes_than_it_leaves_is_seen(

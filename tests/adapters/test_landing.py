@@ -34,6 +34,9 @@ from transfer_exec.transport.loopback import LoopbackNetwork, LoopbackPolicy
 from transfer_exec.transport.reading import Batch, Sums
 from transfer_exec.transport.shared_memory import SharedMemoryTransport
 
+TIED = " tied"
+"""Behind the name of a parameter that is the same memory as another."""
+
 Arrays = dict[str, np.ndarray]
 Make = Callable[[str], Transport]
 
@@ -109,6 +112,9 @@ def job_of(
         memory[worker] = {n: np.full(each.shape(n), 0, widths[n].storage) for n in each.parameters}
         for array in memory[worker].values():
             array.view(np.uint8)[...] = 0xA5
+        for name in memory[worker]:
+            if name.endswith(TIED):
+                memory[worker][name] = memory[worker][name.removesuffix(TIED)]
         if worker in mapped:
             memory[worker] = {n: in_memory_file(a) if a.size else a for n, a in memory[worker].items()}
     programs = {w: compiler.program(w, maps[w]) for w in plan.workers}
@@ -136,7 +142,7 @@ def cores_of(cores: range, _: int) -> range:
 
 
 def random_sides(rng: np.random.Generator) -> tuple[dict[str, SourceMap], dict[str, SourceMap]]:
-    """Two trainers that hold rows, or everything; rollouts with whole, cut, turned, fused, padded, wider parameters."""
+    """Two trainers that hold rows, or everything; rollouts with whole, cut, turned, padded, wider, tied parameters."""
     dtypes = rng.choice(["BF16", "F32", "U8", "F64"], int(rng.integers(1, 4)))
     shapes = [(2 * int(rng.integers(1, 12)), 2 * int(rng.integers(1, 200))) for _ in dtypes]
     space = CheckpointSpace(
@@ -177,8 +183,11 @@ def random_sides(rng: np.random.Generator) -> tuple[dict[str, SourceMap], dict[s
                 case _:
                     continue
             parameters[name] = mine
+            if rng.integers(0, 3) == 0:
+                parameters[name + TIED] = mine
+                wider |= {name + TIED: wider[name]} if name in wider else {}
         needed[f"engine/{rank}/0"] = SourceMap.from_ids(
-            space, parameters, {n: wider.get(n, space.spec(n).dtype) for n in parameters}
+            space, parameters, {n: wider.get(n, space.spec(n.removesuffix(TIED)).dtype) for n in parameters}
         )
     return held, needed
 

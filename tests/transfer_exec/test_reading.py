@@ -232,8 +232,8 @@ def test_batches_digest_what_they_move(seed: int) -> None:
     for target, before in zip(targets, (None, np.zeros(3, np.uint64), np.ones(3, np.uint64)), strict=True):
         sums = None if before is None else before.copy()
         base = target.ctypes.data
-        rows = np.stack([base + begins, source.ctypes.data + places + mapped, sizes], axis=1)
-        columns = (base + phase + of[:, 0] * item_bytes, np.diff(of)[:, 0] * item_bytes, first)
+        rows = np.stack([base + begins, source.ctypes.data + places + mapped, begins + 77, sizes], axis=1)
+        columns = (77 + phase + of[:, 0] * item_bytes, np.diff(of)[:, 0] * item_bytes, first)
         strips = np.stack([*columns, np.full_like(first, item_bytes), number], axis=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reading, "_PIECE_BYTES", int(random.choice([64, 4096, 65536])))
@@ -264,20 +264,22 @@ def inside(spans: np.ndarray, of: np.ndarray, first: np.ndarray, number: np.ndar
 
 def test_a_digested_read_that_the_system_refuses_says_what_is_wrong() -> None:
     own = np.zeros(64, dtype=np.uint8)
-    batch = Batch.of(np.array([[own.ctypes.data, 4096, 64]]), Strips.of(np.array([[own.ctypes.data, 64, 1, 2, 0]])))
+    batch = Batch.of(np.array([[own.ctypes.data, 4096, 0, 64]]), Strips.of(np.array([[0, 64, 1, 2, 0]])))
     for sums in (None, np.zeros(1, dtype=np.uint64)):
         with pytest.raises(TransportError, match=f"process {os.getpid()}: 1 ranges cannot be read: Bad address"):
             batch.move(os.getpid(), sums)
 
 
-def test_strips_outside_of_own_memory_are_refused(make: Maker) -> None:
-    own = np.zeros(8, dtype=np.uint8)
-    reader, lender = pair(make, [np.ones(8, dtype=np.uint8)])
-    strips = np.array([[4, 8, 1, 2, 0]])
-    with pytest.raises(
-        TransportError, match="covers bytes 4:12 of reader, to be digested, which leaves stretch 0 at 0:8"
-    ):
-        reader.prepare_read("lender", stretches(own), [rows((0, 0, 8))], strips)
+def test_what_two_tensors_share_is_digested_once(make: Maker) -> None:
+    """It is read for both of them."""
+    lent, own = np.arange(1, 101, dtype=np.uint16), np.zeros(100, dtype=np.uint16)
+    reader, lender = pair(make, [lent.view(np.uint8)])
+    strips, sums, right = np.array([[0, 200, 1, 2, 0]]), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
+    memory = stretches(own.view(np.uint8), own.view(np.uint8))
+    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 200), (0, 200, 200))], strips)
+    wait_for(reader, reader.read(prepared, sums))
+    digest_strips(lent, np.array([[1, 100, 0, 1, 0]]), right)
+    assert sums.tolist() == right.tolist()
     for each in (reader, lender):
         each.close()
 

@@ -290,12 +290,10 @@ class CheckedTransport(ABC, Generic[_Posted]):
         theirs, mine, lengths = np.minimum(rows, np.uint64(_MOST)).astype(np.int64).T  # beyond is in no stretch either
         source = known.lent.locate(theirs, lengths, f"lent by {peer}")
         target = memory.locate(mine, lengths, f"of {self.worker}")
-        located = np.stack([target, source, lengths], axis=1).astype(np.uint64)
+        located = np.stack([target, source, mine, lengths], axis=1).astype(np.uint64)
         edges = np.cumsum([len(batch) for batch in batches])[:-1]
         parts = np.split(located, edges) if batches else ()
-        own = strips.copy()
-        own[:, 0] = memory.locate(own[:, 0], own[:, 1], f"of {self.worker}, to be digested")
-        to_digest = Strips.of(own)
+        to_digest = Strips.of(strips)
         found = tuple(Batch.of(merge_neighbours(part).astype(np.int64), to_digest) for part in parts)
         self._get_ready(found)
         return Reading(peer, found, known.lent)

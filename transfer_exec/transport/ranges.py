@@ -21,14 +21,14 @@ from layout_algebra.runs import expand_ranges
 
 
 def merge_neighbours(descriptors: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One descriptor for those that continue each other on both sides; empty ones are dropped."""
-    rows = descriptors[descriptors[:, 2] > 0]
+    """One descriptor for those that continue each other in every column before the last; empty ones are dropped."""
+    rows = descriptors[descriptors[:, -1] > 0]
     if len(rows) < 2:
         return rows
-    ends = rows[:-1, :2] + rows[:-1, 2:]
-    heads = np.flatnonzero(np.append(True, (ends != rows[1:, :2]).any(axis=1)))
+    ends = rows[:-1, :-1] + rows[:-1, -1:]
+    heads = np.flatnonzero(np.append(True, (ends != rows[1:, :-1]).any(axis=1)))
     merged = rows[heads]
-    merged[:, 2] = np.add.reduceat(rows[:, 2], heads)
+    merged[:, -1] = np.add.reduceat(rows[:, -1], heads)
     return merged
 
 

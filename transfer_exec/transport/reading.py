@@ -1,11 +1,12 @@
 """What is read of a peer in every update: located once, in batches, with what is to be digested as it lands.
 
-A batch is what one thread moves before it looks whether to go on. Rows of strips are what a caller wants digested
-(`layout_algebra.fingerprint`); rows of a read are cut where a strip begins or ends, so that each has one or none:
+A batch is what one thread moves before it looks whether to go on. Strips are what a caller wants digested
+(`layout_algebra.fingerprint`), by offsets in own memory as reads count through it: two tensors may be one memory, and
+what comes for both of them is digested once. Rows are cut where a strip begins or ends, so that each has one or none:
 
 >>> import numpy as np
->>> strips = Strips.of(np.array([[108, 8, 50, 2, 0]]))
->>> [batch] = [Batch.of(np.array([[100, 900, 24]]), strips)]
+>>> strips = Strips.of(np.array([[8, 8, 50, 2, 0]]))
+>>> batch = Batch.of(np.array([[100, 900, 0, 24]]), strips)
 >>> [(call.mine.tolist(), call.theirs.tolist()) for call in batch.read]
 [([[100, 8], [116, 8]], [[900, 8], [916, 8]])]
 >>> [(each.mine.tolist(), each.theirs.tolist(), each.strips.tolist()) for each in batch.read_digested]
@@ -46,24 +47,21 @@ class Strips:
     Attributes
     ----------
     line
-        The whole line of addresses, in order: first address, the one after the last, first id, bytes of an element,
-        number of the sum; int64, shape ``(n, 5)``. What is between two strips has elements of 0 bytes.
-    count
-        Of strips.
+        All offsets, in order: first offset, the one after the last, first id, bytes of an element, number of the sum;
+        int64, shape ``(n, 5)``. What is between two strips has elements of 0 bytes.
     """
 
     line: IdArray
-    count: int
 
     @staticmethod
     def of(rows: IdArray) -> Strips:
-        """Of disjoint rows: address, bytes, first id, bytes of an element, number of the sum; int64, ``(n, 5)``."""
+        """Of disjoint rows: offset, bytes, first id, bytes of an element, number of the sum; int64, ``(n, 5)``."""
         rows = rows[np.argsort(rows[:, 0])]
         line = np.zeros((2 * len(rows) + 1, 5), dtype=np.int64)
         line[1::2] = rows
         line[1::2, 1] += rows[:, 0]
         line[2::2, 0], line[:-1:2, 1], line[-1, 1] = line[1::2, 1], line[1::2, 0], np.iinfo(np.int64).max
-        return Strips(line, len(rows))
+        return Strips(line)
 
 
 class CopyDigested(NamedTuple):
@@ -160,26 +158,28 @@ class Batch(NamedTuple):
 
     @staticmethod
     def of(rows: IdArray, strips: Strips) -> Batch:
-        """Rows of own target, source as it was reached, bytes; int64."""
+        """Rows of own target, source as it was reached, own offset, bytes; int64."""
+        target, source, offset, size = rows.T
         line = strips.line
-        of, where = overlaps(np.stack([rows[:, 0], rows[:, 0] + rows[:, 2]], axis=1), line[:, :2])
-        begin, stop = np.maximum(rows[of, 0], line[where, 0]), np.minimum(rows[of, 0] + rows[of, 2], line[where, 1])
-        source, item_bytes = rows[of, 1] + begin - rows[of, 0], line[where, 3]
+        of, where = overlaps(np.stack([offset, offset + size], axis=1), line[:, :2])
+        begin, stop = np.maximum(offset[of], line[where, 0]), np.minimum((offset + size)[of], line[where, 1])
+        into, item_bytes = begin - offset[of], line[where, 3]
+        target, source = target[of] + into, source[of] + into
         first = line[where, 2] + (begin - line[where, 0]) // np.maximum(item_bytes, 1)
         is_mapped = source >= MAPPED
-        source -= np.where(is_mapped, MAPPED, 0)
-        phase = np.where(is_mapped, source, begin) % np.maximum(item_bytes, 1)
-        cut = np.stack([begin, source, stop - begin, first, line[where, 4]], axis=1)
+        source = source - np.where(is_mapped, MAPPED, 0)
+        phase = np.where(is_mapped, source, target) % np.maximum(item_bytes, 1)
+        cut = np.stack([target, source, stop - begin, first, line[where, 4]], axis=1)
+        kind = 16 * item_bytes + 2 * phase + is_mapped
         copied, read = [], []
-        for width, left, mapped in np.unique(np.stack([item_bytes, phase, is_mapped], axis=1), axis=0).tolist():
-            some = cut[(item_bytes == width) & (phase == left) & (is_mapped == mapped)]
-            if width and mapped:
+        for each in np.unique(kind[item_bytes > 0]).tolist():
+            some, width, left = cut[kind == each], each // 16, each % 16 // 2
+            if each % 2:
                 copied.append(CopyDigested(width, left, _columns(some, 1, 0, 2), _columns(some, 3, 4)))
-            elif width:
+            else:
                 read.append(_read_digested(width, left, some))
-        plain = item_bytes == 0
-        mapped_rows = _columns(cut[plain & is_mapped], 1, 0, 2)
-        return Batch(mapped_rows, ranges_of(cut[plain & ~is_mapped][:, :3]), tuple(copied), tuple(read))
+        mapped_rows = _columns(cut[kind == 1], 1, 0, 2)
+        return Batch(mapped_rows, ranges_of(cut[kind == 0][:, :3]), tuple(copied), tuple(read))
 
     def move(self, pid: int, sums: Sums | None) -> None:
         """Copy everything, of a process what is not mapped, and digest what is to be if sums are given."""
