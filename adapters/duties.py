@@ -166,6 +166,7 @@ class Duties:
             case Publish(version):
                 self.version = version
                 self._kernels.ran = False
+                self._looks_at_rest = False
                 return Published((self.stalled_since, time.monotonic()))
 
     def check_storage(self) -> None:
@@ -408,10 +409,10 @@ class Duties:
     def _landed_digests(self, sums: npt.NDArray[np.uint64]) -> dict[int, int]:
         """Of what has landed, of which some was digested on its way.
 
-        The first time all of it is looked at where it is, so that the copying that later updates trust is proven too.
+        Until an update has been published, all of it is looked at where it is: so the copying that later updates trust
+        is proven too.
         """
         if self._looks_at_rest or self._rest is None:
-            self._looks_at_rest = False
             return self._digests()
         return self._digests_by(self._rest, landed=sums)
 

@@ -167,6 +167,7 @@ def test_tied_parameters_are_proven_in_every_update(
             assert torch.equal(rollout.tensors["tied"], tie(weights(version)["long"]))
             assert outcome.value is not None
             assert outcome.value.workers["engine/a/0"].direct_bytes >= 2 * LONG_BYTES
+            assert not crew.rollouts["a/0"].adapter._duties._looks_at_rest, "only the first time"
 
 
 def test_a_first_update_that_digests_other_bytes_than_it_leaves_is_seen(
