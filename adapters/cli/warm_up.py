@@ -2,7 +2,8 @@
 
 Numba compiles a kernel at its first call and keeps the machine code on disk. Eight processes that start together would
 each compile all of them; one that runs this first saves the other seven the work. It is a real transfer with real
-adapters: one trainer and an engine of two ranks, on threads, with layouts that take every path a model takes.
+adapters: one trainer and an engine of two ranks, on threads, with layouts that take every path a model takes: columns
+go in rounds, rows are read out of the trainer's memory, and what it shares is mapped.
 """
 
 from __future__ import annotations
@@ -44,30 +45,39 @@ def compile_kernels() -> float:
 def _space() -> CheckpointSpace:
     names = [f"expert.{expert}.{part}" for expert in range(_EXPERTS) for part in ("up", "down")]
     specs = [TensorSpec(name, (_ROWS, _COLUMNS), "BF16") for name in names]
-    return CheckpointSpace([*specs, TensorSpec("norm", (_COLUMNS,), "BF16")])
+    whole = [TensorSpec("norm", (_COLUMNS,), "BF16"), TensorSpec("embed", (_ROWS, _COLUMNS), "BF16")]
+    return CheckpointSpace([*specs, *whole])
 
 
-def _stacked(cut: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Pairs], None], dict[str, torch.Tensor]]:
-    """A worker that stacks what `cut` leaves of the experts, beside a norm and a float32 buffer."""
-    part = cut(torch.empty(_ROWS, _COLUMNS)).shape
-    held = {name: torch.zeros((_EXPERTS, *part), dtype=torch.bfloat16) for name in ("up", "down")} | {
+def _stacked(rank: int, ranks: int) -> tuple[Callable[[Pairs], None], dict[str, torch.Tensor]]:
+    """A worker that stacks its part of the experts, beside whole tensors and a float32 buffer."""
+
+    def cut(part: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(ranks, dim=0 if part == "up" else 1)[rank]
+
+    held = {part: torch.stack([cut(part, _empty())] * _EXPERTS) for part in ("up", "down")} | {
         "norm": torch.zeros(_COLUMNS, dtype=torch.bfloat16),
+        "embed": _empty().share_memory_(),  # type: ignore[no-untyped-call]
         "buffer": torch.ones(8),
     }
 
     def load_weights(pairs: Pairs) -> None:
         for name, tensor in pairs:
-            if name == "norm":
-                held["norm"].copy_(tensor)
+            if name in held:
+                held[name].copy_(tensor)
             else:
-                _, expert, part_name = name.split(".")
-                held[part_name][int(expert)].copy_(cut(tensor))
+                _, expert, part = name.split(".")
+                held[part][int(expert)].copy_(cut(part, tensor))
 
     return load_weights, held
 
 
+def _empty() -> torch.Tensor:
+    return torch.zeros(_ROWS, _COLUMNS, dtype=torch.bfloat16)
+
+
 def _train(rendezvous: SharedFolder) -> None:
-    load_weights, held = _stacked(lambda tensor: tensor)
+    load_weights, held = _stacked(0, 1)
     sender = SenderAdapter(
         load_weights, held, _space(), rank=0, world_size=1, rendezvous=rendezvous, deadline_s=_DEADLINE_S
     )
@@ -79,8 +89,7 @@ def _train(rendezvous: SharedFolder) -> None:
 
 
 def _roll_out(rendezvous: SharedFolder, rank: int) -> None:
-    half = _COLUMNS // _ENGINE_RANKS
-    load_weights, held = _stacked(lambda tensor: tensor[:, half * rank : half * (rank + 1)])
+    load_weights, held = _stacked(rank, _ENGINE_RANKS)
     receiver = ReceiverAdapter(
         load_weights,
         held,

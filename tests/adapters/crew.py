@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+import numpy as np
+
 from adapters.planning import make_connection, topology_of_hosts
 from adapters.probing import probe
 from adapters.receiver import ReceiverAdapter, Update
@@ -26,6 +28,8 @@ from adapters.verification import cells_of, plan_proof
 from layout_algebra.space import CheckpointSpace
 from tests.adapters.toy import SPACE, Holding, rollout, trainer
 from transfer_exec.in_process import run_in_process
+from transfer_exec.transport.reading import Batch, Strips
+from transfer_exec.transport.stretches import MAPPED
 
 T = TypeVar("T")
 
@@ -49,6 +53,9 @@ def compile_kernels() -> None:
     run_in_process(made.plan, maps, {"trainer/0": held.tensors, "engine/a/0": needed.tensors})
     proof = plan_proof(maps["trainer/0"], cells_of(made.correspondence, "trainer/0"))
     proof.digests({name: bits_view(tensor) for name, tensor in held.tensors.items()})
+    for item_bytes in (2, 4):
+        for source in (0, MAPPED):
+            Batch.of(np.array([[0, source, 0, 8]]), Strips.of(np.array([[0, 8, 1, item_bytes, 0]]))).compile()
 
 
 class Outcome(Generic[T]):

@@ -28,7 +28,7 @@ _BLOCK_BYTES = 2048
 """Digested and copied in turns, out of the cache nearest to the processor."""
 _AHEAD_ROWS = 2
 _FIRST_ADDRESS = 4096
-_LAST_ADDRESS = 1 << 47
+_LAST_ADDRESS = 1 << 48
 _LINE = 64
 _WORD = ir.IntType(64)
 
