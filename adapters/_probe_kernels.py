@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from adapters.torch_bits import Bits
 from layout_algebra._jit import kernel
-from layout_algebra._prefetch import PAGE_BYTES, prefetch
-from layout_algebra._scan_kernels import differ_in_four
+from layout_algebra._prefetch import AHEAD_BYTES, PAGE_BYTES, prefetch
+from layout_algebra._scan_kernels import differ
 from layout_algebra.dtypes import IdArray
 from transfer_exec.kernels._pieces import copy_piece
 from transfer_exec.kernels._vectors import fence
 
-_BLOCK = 1 << 14
+_BLOCK = 2048
 _KEPT_BYTES = 1 << 14
 _STREAMED_BYTES = 1 << 22
 _LONG_PERIOD_BYTES = 1 << 10
@@ -70,7 +70,7 @@ def first_difference(data: Bits, table: Bits, phase: int) -> int:
     at = phase % period
     while done < len(data):
         run = min(period - at, len(data) - done, _BLOCK)
-        if differ_in_four(data[done : done + run], table[at : at + run]):
+        if differ(data[done : done + run], table[at : at + run]):
             for index in range(run):
                 if data[done + index] != table[at + index]:
                     return done + index
@@ -173,8 +173,9 @@ def _inner_agrees(
         if source_step == 1 and target_step == 1:
             done = 0
             while done < run:
-                part = min(period - at, run - done, _BLOCK)
-                if differ_in_four(live[target + done : target + done + part], table[at : at + part]):
+                part = min(period - at, run - done, PAGE_BYTES // live.itemsize)
+                prefetch(live.ctypes.data + (target + done) * live.itemsize + AHEAD_BYTES)
+                if differ(live[target + done : target + done + part], table[at : at + part]):
                     return False
                 done += part
                 at += part

@@ -22,8 +22,8 @@ BLOCK = 2048
 LONG_BLOCK = 1 << 12
 """Elements that are tested at once while nothing is found."""
 
-
 _SHORT_BLOCK = 1 << 7
+"""Elements that are tested at once where something was found."""
 
 LINE_MORE = 4 * LONG_BLOCK
 """Elements that a line has more than its modulus, so that so many can be compared from any place on."""
@@ -97,11 +97,11 @@ def quiet_rows(here: Words, above: Words, higher: Words, modulus: np.uint16) -> 
 
 
 @kernel
-def differ(left: Words, right: Words) -> bool:
-    """Whether two arrays differ, told without a branch an element."""
-    some = np.uint16(0)
+def differ(left: Bits, right: Bits) -> bool:
+    """Whether two arrays of one length differ anywhere, told without a branch an element."""
+    some = left.dtype.type(0)
     for k in range(len(left)):
-        some = np.uint16(some | (left[k] ^ right[k]))
+        some = left.dtype.type(some | (left[k] ^ right[k]))
     return bool(some != 0)
 
 
@@ -142,18 +142,13 @@ def line_goes_on(here: Words, line: Words, place: int) -> int:
     """
     modulus = len(line) - LINE_MORE
     done = 0
-    while done + LINE_MORE <= len(here):
-        place %= modulus
-        if differ_in_four(here[done : done + LINE_MORE], line[place : place + LINE_MORE]):
-            break
-        done += LINE_MORE
-        place += LINE_MORE
-    while done + LONG_BLOCK <= len(here):
-        place %= modulus
-        if differ(here[done : done + LONG_BLOCK], line[place : place + LONG_BLOCK]):
-            break
-        done += LONG_BLOCK
-        place += LONG_BLOCK
+    for size in (LINE_MORE, LONG_BLOCK):
+        while done + size <= len(here):
+            place %= modulus
+            if differ_in_four(here[done : done + size], line[place : place + size]):
+                break
+            done += size
+            place += size
     if done + LONG_BLOCK <= len(here):
         while not differ(here[done : done + _SHORT_BLOCK], line[place : place + _SHORT_BLOCK]):
             done += _SHORT_BLOCK
