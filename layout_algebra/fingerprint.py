@@ -29,7 +29,7 @@ import numpy.typing as npt
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray, conversion_is_defined, dtype_of, storage_of
 from layout_algebra.errors import MapError, UnsupportedDtypeError
-from layout_algebra.runs import RunTable, overlaps
+from layout_algebra.runs import RunTable, overlaps, with_gaps
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 
@@ -206,9 +206,7 @@ def _pieces(part: FingerprintPart, count: int) -> list[FingerprintPart]:
 
 def _split(rows: IdArray, places: IdArray) -> tuple[IdArray, IdArray]:
     """Strips, cut where places begin and end: those in a place, and the others; both in order of memory."""
-    gaps = np.stack([np.append(0, places[:, 1]), np.append(places[:, 0], np.iinfo(np.int64).max)], axis=1)
-    line = np.empty((2 * len(places) + 1, 2), dtype=np.int64)
-    line[::2], line[1::2] = gaps, places
+    line, which = with_gaps(places)
     even = (rows[:, 3] == 1) | (rows[:, 1] == 1)
     strips = rows[even]
     spans = np.stack([strips[:, 2], strips[:, 2] + strips[:, 1]], axis=1)
@@ -217,10 +215,9 @@ def _split(rows: IdArray, places: IdArray) -> tuple[IdArray, IdArray]:
     cut = strips[of]
     cut[:, 0] += begin - cut[:, 2]
     cut[:, 1], cut[:, 2] = stop - begin, begin
-    filled = cut[:, 1] > 0
-    is_inside = where % 2 == 1
-    others = np.concatenate([cut[filled & ~is_inside], rows[~even]])
-    return cut[filled & is_inside], others[np.argsort(others[:, 2], kind="stable")]
+    is_inside = which[where] >= 0
+    others = np.concatenate([cut[~is_inside], rows[~even]])
+    return cut[is_inside], others[np.argsort(others[:, 2], kind="stable")]
 
 
 def plan_fingerprints(source_map: SourceMap, cells: Sequence[RunTable]) -> FingerprintPlan:

@@ -181,6 +181,16 @@ def overlaps(left: IdArray, right: IdArray) -> tuple[IdArray, IdArray]:
     return np.repeat(np.arange(len(left)), counts), expand_ranges(first, counts)
 
 
+def with_gaps(intervals: IdArray) -> tuple[IdArray, IdArray]:
+    """Sorted, disjoint intervals and the gaps around them, from 0 on, none empty; and which is which: -1 is a gap."""
+    edges = np.concatenate([[0], intervals.reshape(-1), [np.iinfo(np.int64).max]])
+    line = np.stack([edges[:-1], edges[1:]], axis=1)
+    which = np.full(len(line), -1, dtype=np.int64)
+    which[1::2] = np.arange(len(intervals))
+    filled = line[:, 1] > line[:, 0]
+    return line[filled], which[filled]
+
+
 def expand_runs(runs: IdArray) -> IdArray:
     """The half-open intervals of runs ``(start, length, stride, count)``, in the runs' order; shape ``(m, 2)``."""
     counts = runs[:, 3]

@@ -34,7 +34,7 @@ from transfer_exec.program import Program, StripColumn
 from transfer_exec.report import WorkerReport
 from transfer_exec.signals import Steps, Wait, first_number
 from transfer_exec.transport.base import Endpoint, Transport, check_process
-from transfer_exec.transport.reading import Reading, Sums
+from transfer_exec.transport.reading import Reading, Strips, Sums
 from transfer_exec.transport.stretches import Stretches
 from transfer_exec.update import Update
 
@@ -287,8 +287,9 @@ class Executor:
         self._transport.close()
 
     def _prepared(self, endpoints: Mapping[str, Endpoint]) -> Iterator[Reading]:
-        strips = self._strips[:, StripColumn.OFFSET :].copy()
-        strips[:, 0] += self._memory.starts[self._strips[:, StripColumn.TENSOR]]
+        rows = self._strips[:, StripColumn.OFFSET :].copy()
+        rows[:, 0] += self._memory.starts[self._strips[:, StripColumn.TENSOR]]
+        strips = Strips.of(rows)
         for fetch, rows in zip(self._program.fetches, self._program.fetch_rows, strict=True):
             lent = endpoints[fetch.peer].lent
             if lent is None:

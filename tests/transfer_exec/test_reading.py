@@ -276,7 +276,7 @@ def test_what_two_tensors_share_is_digested_once(make: Maker) -> None:
     reader, lender = pair(make, [lent.view(np.uint8)])
     strips, sums, right = np.array([[0, 200, 1, 2, 0]]), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
     memory = stretches(own.view(np.uint8), own.view(np.uint8))
-    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 200), (0, 200, 200))], strips)
+    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 200), (0, 200, 200))], Strips.of(strips))
     wait_for(reader, reader.read(prepared, sums))
     digest_strips(lent, np.array([[1, 100, 0, 1, 0]]), right)
     assert sums.tolist() == right.tolist()
@@ -290,7 +290,7 @@ def test_a_read_adds_its_digests_once_it_has_finished(make: Maker) -> None:
     reader, lender = pair(make, [lent.view(np.uint8)])
     memory = stretches(own.view(np.uint8))
     strips = np.array([[20, 100, 500, 2, 1], [120, 40, 7, 2, 0]])
-    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 60)), rows((60, 60, 140))], strips)
+    prepared = reader.prepare_read("lender", memory, [rows((0, 0, 60)), rows((60, 60, 140))], Strips.of(strips))
     sums, right = np.zeros(2, dtype=np.uint64), np.zeros(2, dtype=np.uint64)
     digest_strips(lent, np.array([[500, 50, 10, 1, 1], [7, 20, 60, 1, 0]]), right)
     for times in (1, 2):

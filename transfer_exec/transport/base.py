@@ -32,9 +32,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from layout_algebra.dtypes import IdArray
 from transfer_exec.errors import TransportError
-from transfer_exec.transport.reading import Reading, Sums
+from transfer_exec.transport.reading import NO_STRIPS, Reading, Strips, Sums
 from transfer_exec.transport.stretches import Lent, Stretches
 
 Memory = npt.NDArray[np.uint8]
@@ -48,10 +47,6 @@ RegionHandle = NewType("RegionHandle", int)
 
 Ticket = NewType("Ticket", int)
 """A posted write or read."""
-
-
-NO_STRIPS: IdArray = np.empty((0, 5), dtype=np.int64)
-"""Nothing is digested."""
 
 
 class Flag(NamedTuple):
@@ -246,7 +241,7 @@ class Transport(Protocol):
         ...
 
     def prepare_read(
-        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: IdArray = NO_STRIPS
+        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: Strips = NO_STRIPS
     ) -> Reading:
         """Check and locate what will be read, any number of times, from what a peer lends into own memory.
 
@@ -257,8 +252,7 @@ class Transport(Protocol):
         batches
             Descriptors; between two batches a read can be stopped.
         strips
-            What is to be digested of own memory as it lands: offset and bytes, first id, bytes of an element, number of
-            the sum; int64, shape ``(n, 5)``, disjoint.
+            What is to be digested of own memory as it lands.
 
         Raises
         ------

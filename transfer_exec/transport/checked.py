@@ -31,7 +31,6 @@ from layout_algebra.dtypes import IdArray
 from transfer_exec.device import Device
 from transfer_exec.errors import PeerGoneError, TransportError
 from transfer_exec.transport.base import (
-    NO_STRIPS,
     Descriptors,
     Endpoint,
     Flag,
@@ -48,7 +47,7 @@ from transfer_exec.transport.base import (
 )
 from transfer_exec.transport.queues import Bases, Peer, Transfer
 from transfer_exec.transport.ranges import cut_at_seams, merge_neighbours
-from transfer_exec.transport.reading import Batch, Reading, Strips, Sums
+from transfer_exec.transport.reading import NO_STRIPS, Batch, Reading, Strips, Sums
 from transfer_exec.transport.stretches import Lent, Stretches
 
 _Posted = TypeVar("_Posted")
@@ -280,7 +279,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         return self._take(Transfer(known, region, rows))
 
     def prepare_read(
-        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: IdArray = NO_STRIPS
+        self, peer: str, memory: Stretches, batches: Sequence[Descriptors], strips: Strips = NO_STRIPS
     ) -> Reading:
         """See `Transport.prepare_read`."""
         known = self._known(peer)
@@ -293,8 +292,7 @@ class CheckedTransport(ABC, Generic[_Posted]):
         located = np.stack([target, source, mine, lengths], axis=1).astype(np.uint64)
         edges = np.cumsum([len(batch) for batch in batches])[:-1]
         parts = np.split(located, edges) if batches else ()
-        to_digest = Strips.of(strips)
-        found = tuple(Batch.of(merge_neighbours(part).astype(np.int64), to_digest) for part in parts)
+        found = tuple(Batch.of(merge_neighbours(part).astype(np.int64), strips) for part in parts)
         self._get_ready(found)
         return Reading(peer, found, known.lent)
 

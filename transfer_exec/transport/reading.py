@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from layout_algebra._digest_kernels import digest_strips, tables
 from layout_algebra.dtypes import IdArray
-from layout_algebra.runs import overlaps
+from layout_algebra.runs import overlaps, with_gaps
 from transfer_exec.errors import TransportError
 from transfer_exec.kernels._landing import copy_digested, memory_of, read_digested
 from transfer_exec.kernels.cpu import copy_ranges
@@ -57,11 +56,12 @@ class Strips:
     def of(rows: IdArray) -> Strips:
         """Of disjoint rows: offset, bytes, first id, bytes of an element, number of the sum; int64, ``(n, 5)``."""
         rows = rows[np.argsort(rows[:, 0])]
-        line = np.zeros((2 * len(rows) + 1, 5), dtype=np.int64)
-        line[1::2] = rows
-        line[1::2, 1] += rows[:, 0]
-        line[2::2, 0], line[:-1:2, 1], line[-1, 1] = line[1::2, 1], line[1::2, 0], np.iinfo(np.int64).max
-        return Strips(line)
+        line, which = with_gaps(np.stack([rows[:, 0], rows[:, 0] + rows[:, 1]], axis=1))
+        return Strips(np.concatenate([line, np.append(rows[:, 2:], [[0, 0, 0]], axis=0)[which]], axis=1))
+
+
+NO_STRIPS = Strips.of(np.empty((0, 5), dtype=np.int64))
+"""Nothing is digested."""
 
 
 class CopyDigested(NamedTuple):
@@ -117,12 +117,12 @@ class ReadDigested(NamedTuple):
     def run(self, pid: int, sums: Sums | None) -> None:
         """Read, and digest if sums are given; TransportError as `read_process`."""
         if sums is None:
-            read_process(pid, self._calls())
+            read_process(pid, self._plain())
             return
         memory, given = memory_of(self.item_bytes, self.phase), tables(self.item_bytes)
         done = read_digested(pid, self.mine, self.theirs, self.strips, self.pieces, memory, *given, sums)
         if done < len(self.pieces):
-            read_process(pid, self._calls())  # says what is wrong
+            read_process(pid, self._plain())  # says what is wrong
             raise TransportError(f"process {pid}: piece {done} of {len(self.pieces)} could be read in part only")
 
     def digest(self, sums: Sums) -> None:
@@ -132,10 +132,9 @@ class ReadDigested(NamedTuple):
         first, number = self.strips.T
         digest_strips(memory, np.stack([first, lengths, begins, np.ones_like(first), number], axis=1), sums)
 
-    def _calls(self) -> list[Ranges]:
-        edges = range(0, len(self.mine) + RANGES, RANGES)
-        parts = [(self.mine[a:b], self.theirs[a:b]) for a, b in pairwise(edges)]
-        return [Ranges(mine, theirs, int(mine[:, 1].sum())) for mine, theirs in parts if len(mine)]
+    def _plain(self) -> tuple[Ranges, ...]:
+        """The same to be read only."""
+        return ranges_of(np.stack([self.mine[:, 0], self.theirs[:, 0], self.mine[:, 1]], axis=1))
 
 
 class Batch(NamedTuple):
