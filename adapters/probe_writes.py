@@ -1,9 +1,9 @@
 """Elements that a loader loads twice: what overlaps leaves no trace in the end, so writes are watched.
 
 During one load every torch operation that copies something is noted. Where a later copy lands on one that nothing
-read in between, the earlier load is lost, and its elements are told. A loader that fills whole tensors before, or
-permutes in place what it loaded, loses nothing. Writes outside of torch, through index tensors or on other threads are
-not seen.
+read in between, the earlier load is lost, and its elements are told. A loader that fills whole tensors before,
+permutes in place what it loaded, or loads one tensor under two names loses nothing. Writes outside of torch, through
+index tensors or on other threads are not seen.
 
 >>> held = torch.zeros(4)
 >>> with WriteWatch() as watch:
@@ -27,10 +27,11 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from adapters.torch_bits import bits_view
+from adapters.torch_bits import bit_dtype, bits_view
 from layout_algebra.dtypes import IdArray
 
 _FEW = 16
+_WIDEST_BYTES = 8
 _MOST_BYTES = 1 << 30
 _MOST_WRITES = 1 << 16
 
@@ -140,19 +141,19 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         loads = func.overloadpacket in _COPIES and len(read) == len(written)
         for position, tensor in enumerate(written):
             if loads and tensor.numel() and _says_something(read[position]):
-                self._note(tensor)
+                self._note(tensor, read[position])
             else:
                 self._forget(tensor)
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         storage = tensor.untyped_storage().data_ptr()
         box = _Box.of(tensor)
         pending = self._pending.setdefault(storage, _Boxes())
         if len(pending) == _MOST_WRITES:
             return
-        for other in pending.near(box):
-            if not box.apart(other):
-                self._lost.setdefault(storage, []).append((other, box))
+        over = [other for other in pending.near(box) if not box.apart(other)]
+        if over and not _holds(tensor, source):
+            self._lost.setdefault(storage, []).extend((other, box) for other in over)
         pending.add(box)
 
     def _forget(self, tensor: torch.Tensor) -> None:
@@ -224,6 +225,15 @@ def _flat(given: object) -> Iterator[torch.Tensor]:
     elif isinstance(given, list | tuple):
         for one in given:
             yield from _flat(one)
+
+
+def _holds(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a tensor has the bits already that are about to be copied into it."""
+    if tensor.element_size() > _WIDEST_BYTES:
+        return False
+    kind = bit_dtype(tensor.element_size())
+    given = source.to(device=tensor.device, dtype=tensor.dtype).expand(tensor.shape)
+    return torch.equal(tensor.view(kind), given.view(kind))
 
 
 def _says_something(source: torch.Tensor) -> bool:

@@ -203,12 +203,13 @@ def _standing(claims: AllClaims, names: Sequence[str]) -> int:
 def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]) -> dict[str, ParameterMap]:
     found = {one.name: settle(claims[one.name], worker.space) for one in worker.live}
     _check_wrote(found)
+    names = {one.name: " and ".join(one.names) for one in worker.live}
     for name, elements in lost.items():
         if len(elements):
             found[name] = replace(found[name], written_twice=RunTable.from_ids(elements))
             worker.note(
-                f"{name}: {len(elements):,} elements are loaded twice, such as element {elements[0]:,}; the map tells "
-                "what the last load wrote. If that is not meant, shards overlap or two tensors share the memory"
+                f"{names[name]}: {len(elements):,} elements are loaded twice, such as element {elements[0]:,}; the map "
+                "tells what the last load wrote. If that is not meant, shards overlap or two tensors share the memory"
             )
     return found
 

@@ -147,9 +147,15 @@ def correspond(
     Raises
     ------
     CorrespondenceError
-        If the maps speak of different checkpoints, a name stands on both sides, a holder is narrower than the
-        checkpoint (or wider, without ``cast``), or a needer's dtype has no defined conversion.
+        If something is no map under a worker's name, the maps speak of different checkpoints, a name stands on both
+        sides, a holder is narrower than the checkpoint (or wider, without ``cast``), or a needer's dtype has no defined
+        conversion.
     """
+    for worker, source_map in [*holders.items(), *needers.items()]:
+        if not isinstance(worker, str) or not isinstance(source_map, SourceMap):
+            raise CorrespondenceError(
+                f"{worker!r}: {type(source_map).__name__}; expected the worker's name and its SourceMap"
+            )
     both = sorted(set(holders) & set(needers), key=natural_key)
     if both:
         raise CorrespondenceError(f"{both[0]}: named as a holder and as a needer; give each side its own worker names")

@@ -277,6 +277,9 @@ def _checked(source_map: SourceMap, parameter: str, memory: Memory) -> npt.NDArr
     array = memory.get(parameter)
     if array is None:
         raise MapError(f"{parameter}: no memory given; the map copies checkpoint elements into it")
+    if not isinstance(array, np.ndarray) or not array.dtype.isnative:
+        what = f"{array.dtype}, in foreign byte order" if isinstance(array, np.ndarray) else type(array).__name__
+        raise MapError(f"{parameter}: memory is {what}; expected a numpy array in native byte order")
     width, shape = dtype_of(source_map.dtype(parameter)).item_bytes, source_map.shape(parameter)
     if array.shape != shape or array.dtype.itemsize != width:
         raise MapError(

@@ -136,11 +136,11 @@ class SourceMap:
             array = np.asarray(given)
             if array.dtype.kind not in "iu" and array.size:
                 raise MapError(f"{name}: ids are {array.dtype}, expected integers")
-            array = array.astype(np.int64, copy=False)
             if array.size and (int(array.min()) < OPAQUE or int(array.max()) > space.total_elements):
                 raise MapError(
                     f"{name}: ids run from {array.min()} to {array.max()}; expected -1..{space.total_elements}"
                 )
+            array = array.astype(np.int64, copy=False)
             named = None if dtypes is None else dtypes.get(name)
             dtype = named if named is not None else _dtype_of_ids(space, name, array)
             dtype_of(dtype)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import index
 
 import numpy as np
 
@@ -92,6 +93,13 @@ def _digits_key(digits: str) -> tuple[int, int, str]:
     return (0, len(significant), significant)
 
 
+def _whole(number: int, what: str) -> int:
+    try:
+        return index(number)
+    except TypeError as error:
+        raise SpaceError(f"{what} {number!r} is no integer") from error
+
+
 class CheckpointSpace:
     """All tensors of a checkpoint, numbered.
 
@@ -103,10 +111,14 @@ class CheckpointSpace:
     Raises
     ------
     SpaceError
-        If a name repeats or the elements number ``2**50`` or more.
+        If a name repeats, the elements number ``2**50`` or more, or something is no ``TensorSpec``.
     """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        specs = tuple(specs)
+        for spec in specs:
+            if not isinstance(spec, TensorSpec):
+                raise SpaceError(f"{spec!r}: expected a TensorSpec(name, shape, dtype)")
         ordered = tuple(sorted(specs, key=lambda spec: natural_key(spec.name)))
         for left, right in pairwise(ordered):
             if left.name == right.name:
@@ -185,10 +197,10 @@ class CheckpointSpace:
         Raises
         ------
         SpaceError
-            If the tensor is unknown or the index is outside it.
+            If the tensor is unknown, or the index is outside it or no integer.
         """
         start, stop = self.id_range(name)
-        if not 0 <= flat_index < stop - start:
+        if not 0 <= _whole(flat_index, f"{name}: flat index") < stop - start:
             raise SpaceError(f"{name}: flat index {flat_index} is outside 0:{stop - start}")
         return start + int(flat_index)
 
@@ -198,9 +210,9 @@ class CheckpointSpace:
         Raises
         ------
         SpaceError
-            If the id is outside ``1..N``.
+            If the id is outside ``1..N`` or no integer.
         """
-        if not 1 <= element_id <= self.total_elements:
+        if not 1 <= _whole(element_id, "element id") <= self.total_elements:
             raise SpaceError(f"element id {element_id} is outside 1..{self.total_elements}")
         position = int(np.searchsorted(self._starts, element_id, side="right")) - 1
         return self._specs[position].name, int(element_id - self._starts[position])

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.signal_safe import ThreadPool
-from transfer_exec.binding import bind, live_tensors, stretches_of
+from transfer_exec.binding import LiveTensor, bind, live_tensors, stretches_of
 from transfer_exec.buffers import Buffers, open_buffers
 from transfer_exec.device import Device
 from transfer_exec.errors import DeadlineError, ProgramError, TransportError
@@ -136,6 +136,11 @@ class Executor:
     def program(self) -> Program:
         """The program."""
         return self._program
+
+    @property
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """Where each of the program's tensors is."""
+        return self._tensors
 
     @property
     def endpoint(self) -> Endpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layout_algebra.source_map import SourceMap
+from transfer_exec.aliases import check_aliases
 from transfer_exec.binding import scattered_names
 from transfer_exec.compiler import Compiler
 from transfer_exec.direct import LEAST_BYTES, Near
@@ -68,7 +69,8 @@ def run_in_process(
     Raises
     ------
     ProgramError
-        If a map or memory is missing or does not fit; nothing was written.
+        If a map or memory is missing or does not fit, or two written parameters share memory in which they hold
+        different elements; nothing was written.
     TransportError
         If a write failed, or no worker can go on.
     """
@@ -87,6 +89,8 @@ def run_in_process(
         for worker, program in programs.items():
             given = memory.get(worker, {})
             executors[worker] = Executor(program, given, network.transport(worker), kernels=kernels, depth=depth)
+            if worker in plan.needers:
+                check_aliases(program, executors[worker].tensors, maps[worker])
         endpoints = {worker: executor.endpoint for worker, executor in executors.items()}
         for executor in executors.values():
             executor.connect(endpoints)

@@ -73,7 +73,7 @@ def test_slices_of_one_tensor_that_overlap() -> None:
     assert SourceMap.from_bytes(found.to_bytes()).digest() == found.digest()
 
 
-def test_two_names_of_one_memory() -> None:
+def test_two_names_of_one_memory(caplog: pytest.LogCaptureFixture) -> None:
     space = space_of(embed=("BF16", 6, 4), head=("BF16", 6, 4))
     shared = noisy((6, 4), torch.bfloat16)
 
@@ -84,6 +84,24 @@ def test_two_names_of_one_memory() -> None:
     found = Worker({"embed": shared, "head": shared}, body).probe(space)
     assert found.ids("embed").reshape(-1).tolist() == list(range(*space.id_range("head")))
     assert found.written_twice == ("embed", "head")
+    assert "embed and head: 24 elements are loaded twice" in caplog.text
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["the tensor itself", "a copy of it"])
+def test_one_tensor_loaded_under_both_names_of_one_memory_loses_nothing(
+    copied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = space_of(embed=("F32", 6, 4))
+    shared = noisy((6, 4), torch.bfloat16)
+
+    def body(live: Live, weights: Weights) -> None:
+        live["embed"].copy_(weights["embed"])
+        live["head"].copy_(weights["embed"].clone() if copied else weights["embed"])
+
+    found = Worker({"embed": shared, "head": shared}, body).probe(space)
+    assert found.ids("head").reshape(-1).tolist() == list(range(*space.id_range("embed")))
+    assert found.written_twice == ()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def order_of(*pieces: int) -> torch.Tensor:
@@ -145,12 +163,12 @@ def test_overlaps_of_random_views_against_counting(seed: int) -> None:
         count = torch.zeros(shape, dtype=torch.int64)
         places = torch.arange(held.numel()).reshape(shape)
         with WriteWatch() as watch:
-            for _ in range(int(random.integers(1, 5))):
+            for number in range(int(random.integers(1, 5))):
                 state = random.bit_generator.state
                 target = random_view(random, held)
                 random.bit_generator.state = state
                 count.view(-1)[random_view(random, places).reshape(-1)] += 1
-                target.copy_(torch.arange(1.0, 1 + target.numel()).reshape(target.shape))
+                target.copy_(torch.arange(1.0, 1 + target.numel()).reshape(target.shape) + 1000 * number)
         order = live.stride()
         expected = (count > 1).as_strided(live.shape, order).reshape(-1)
         assert watch.lost(live).tolist() == torch.nonzero(expected).reshape(-1).tolist()

@@ -111,6 +111,13 @@ def test_one_worker_is_on_one_side() -> None:
         correspond({"w": map_of({1})}, {"w": map_of({1})})
 
 
+def test_what_is_no_map_is_refused_by_name() -> None:
+    with pytest.raises(CorrespondenceError, match="'engine/0/0': bytes; expected the worker's name and its SourceMap"):
+        correspond({"w": map_of({1})}, {"engine/0/0": map_of({1}).to_bytes()})  # type: ignore[dict-item]
+    with pytest.raises(CorrespondenceError, match="0: SourceMap; expected"):
+        correspond({0: map_of({1})}, {})  # type: ignore[dict-item]
+
+
 def test_workers_with_nothing_are_kept() -> None:
     found = correspond({"trainer/0": map_of({1}), "trainer/1": map_of(set())}, {"engine/0/0": map_of(set())})
     assert found.holders == ("trainer/0", "trainer/1")

@@ -266,3 +266,7 @@ def test_missing_or_misshapen_memory_is_named() -> None:
         fingerprint(source_map, {**memory, "p": VALUES[:5]})
     with pytest.raises(MapError, match="p: memory is float32"):
         fingerprint(source_map, {**memory, "p": VALUES.astype(np.float32)})
+    with pytest.raises(MapError, match="p: memory is >u2, in foreign byte order"):
+        fingerprint(source_map, {**memory, "p": VALUES.astype(">u2")})
+    with pytest.raises(MapError, match="p: memory is list; expected a numpy array"):
+        fingerprint(source_map, {**memory, "p": VALUES.tolist()})

@@ -111,7 +111,7 @@ def test_dtypes_are_named_where_they_cannot_be_told() -> None:
 
 
 def test_refusals_name_the_parameter() -> None:
-    for bad in (np.array([N + 1]), np.array([-2])):
+    for bad in (np.array([N + 1]), np.array([-2]), np.array([1, 2**64 - 1], dtype=np.uint64)):
         with pytest.raises(MapError, match=r"p: ids run from"):
             SourceMap.from_ids(SPACE, {"p": bad})
     with pytest.raises(MapError, match="p: ids are float64"):

@@ -87,3 +87,18 @@ def test_refusals() -> None:
             space.locate(bad)
     with pytest.raises(LayoutError, match="b: no such tensor"):
         space.element_id("b", 0)
+
+
+@pytest.mark.parametrize(("flat", "number"), [(1.5, 2.5), ((1, 2), "x"), (None, None)])
+def test_indices_and_ids_are_integers(flat: object, number: object) -> None:
+    space = CheckpointSpace([TensorSpec("v", (4,), "F32")])
+    with pytest.raises(SpaceError, match=r"v: flat index .* is no integer"):
+        space.element_id("v", flat)  # type: ignore[arg-type]
+    with pytest.raises(SpaceError, match=r"element id .* is no integer"):
+        space.locate(number)  # type: ignore[arg-type]
+    assert space.locate(space.element_id("v", np.uint8(3))) == ("v", 3)  # type: ignore[arg-type]
+
+
+def test_what_is_no_spec_is_refused() -> None:
+    with pytest.raises(SpaceError, match="'v': expected a TensorSpec"):
+        CheckpointSpace(["v"])  # type: ignore[list-item]
