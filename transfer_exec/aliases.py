@@ -1,12 +1,14 @@
-"""Parameters that share memory: whatever bytes two of them have in common must be copies of one checkpoint element.
+"""Parameters that share memory: bytes that are written must be copies of one checkpoint element by all their names.
 
 A tied head and its embedding are one tensor under two names, which is fine while both are loaded from one checkpoint
-tensor. Where maps say that they hold different elements, the last write would win and nobody would hear of it.
+tensor. Where maps say that they hold different elements, the last write would win and nobody would hear of it. The same
+is true of a rollout's parameter in a trainer's memory. What trainers share among themselves is only read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,90 +17,112 @@ from layout_algebra.runs import expand_ranges
 from layout_algebra.source_map import SourceMap
 from transfer_exec.binding import LiveTensor
 from transfer_exec.errors import ProgramError
-from transfer_exec.program import Program
+from transfer_exec.program import Program, ProgramTensor
 
 _WIDEST_BYTES = 16
 
 
-def check_aliases(program: Program, tensors: Sequence[LiveTensor], source_map: SourceMap) -> None:
-    """Refuse memory in which two parameters' maps contradict each other.
+class Member(NamedTuple):
+    """A worker in this process.
 
-    Parameters
+    Attributes
     ----------
     program, tensors
-        What is to be written, and where it is, from `transfer_exec.binding.live_tensors`.
+        What it moves, and where that is, from `transfer_exec.binding.live_tensors`.
     source_map
-        The worker's; costs nothing for parameters that share no memory, else some 50 bytes a shared byte.
+        What is in it.
+    writes
+        Whether an update writes its parameters, or reads them.
+    """
+
+    program: Program
+    tensors: Sequence[LiveTensor]
+    source_map: SourceMap
+    writes: bool
+
+
+class _Held(NamedTuple):
+    """A parameter of a member."""
+
+    member: Member
+    tensor: ProgramTensor
+    live: LiveTensor
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Its first byte, and the one after its last."""
+        ends = [(extent - 1) * step for extent, step in self.live.axes]
+        first = self.live.address + sum(min(end, 0) for end in ends)
+        last = self.live.address + sum(max(end, 0) for end in ends)
+        return first, last + dtype_of(self.tensor.dtype).item_bytes
+
+
+def check_aliases(members: Sequence[Member]) -> None:
+    """Refuse memory that is to be written and in which two parameters' maps contradict each other.
+
+    It costs next to nothing for parameters that share no stretch of memory, else some 50 bytes for each of theirs.
 
     Raises
     ------
     ProgramError
-        Naming both parameters and the checkpoint element that each of them has at their first common byte.
+        Naming both parameters and what each of them holds at their first common byte.
     """
-    group: list[int] = []
-    reach = 0
-    for start, stop, position in sorted(_spans(program, tensors)):
-        if start >= reach:
-            _check_group(program, tensors, source_map, group)
+    group: list[_Held] = []
+    stop = 0
+    for held in sorted(_parameters(members), key=lambda held: held.reach):
+        if held.reach[0] >= stop:
+            _check_group(group)
             group = []
-        group.append(position)
-        reach = max(reach, stop)
-    _check_group(program, tensors, source_map, group)
+        group.append(held)
+        stop = max(stop, held.reach[1])
+    _check_group(group)
 
 
-def _spans(program: Program, tensors: Sequence[LiveTensor]) -> Iterator[tuple[int, int, int]]:
-    """First byte, the one after the last, and position of every parameter."""
-    for position, (tensor, live) in enumerate(zip(program.tensors, tensors, strict=True)):
-        reaches = [(extent - 1) * step for extent, step in live.axes]
-        first = live.address + sum(min(reach, 0) for reach in reaches)
-        last = live.address + sum(max(reach, 0) for reach in reaches)
-        if tensor.elements and not tensor.staged:
-            yield first, last + dtype_of(tensor.dtype).item_bytes, position
+def _parameters(members: Sequence[Member]) -> Iterator[_Held]:
+    for member in members:
+        for tensor, live in zip(member.program.tensors, member.tensors, strict=True):
+            if tensor.elements and not tensor.staged:
+                yield _Held(member, tensor, live)
 
 
-def _check_group(
-    program: Program, tensors: Sequence[LiveTensor], source_map: SourceMap, positions: Sequence[int]
-) -> None:
+def _check_group(group: Sequence[_Held]) -> None:
     """Compare parameters that lie in one stretch of memory, byte by byte."""
-    distinct: dict[tuple[object, ...], int] = {}
-    for position in positions:
-        of, live = program.tensors[position], tensors[position]
-        copies = source_map[of.name].copies.rows.tobytes()
-        distinct.setdefault((live.address, live.axes, of.dtype, copies), position)
-    if len(distinct) < 2:
-        return  # one parameter, by however many names
-    parts = [_bytes_of(program, tensors, source_map, position) for position in distinct.values()]
-    places, owners, meanings = (np.concatenate(column) for column in zip(*parts, strict=True))
+    distinct: dict[tuple[object, ...], _Held] = {}
+    for held in sorted(group, key=lambda held: not held.member.writes):
+        copies = held.member.source_map[held.tensor.name].copies.rows.tobytes()
+        distinct.setdefault((held.live.address, held.live.axes, held.tensor.dtype, copies), held)
+    parameters = list(distinct.values())
+    if len(parameters) < 2 or not parameters[0].member.writes:
+        return
+    places, owners, meanings = (
+        np.concatenate(column) for column in zip(*map(_bytes_of, range(len(parameters)), parameters), strict=True)
+    )
     order = np.lexsort((owners, places))
     places, owners, meanings = places[order], owners[order], meanings[order]
-    clash = np.flatnonzero((places[1:] == places[:-1]) & (meanings[1:] != meanings[:-1]))
+    head = np.searchsorted(places, places)  # the first of all that is there; it is written if anything is
+    written = np.array([held.member.writes for held in parameters])[owners[head]]
+    clash = np.flatnonzero(written & (meanings != meanings[head]))
     if len(clash):
-        told = [
-            f"{program.tensors[owners[at]].name} holds {_named(source_map, int(meanings[at]))}"
-            for at in (clash[0], clash[0] + 1)
-        ]
+        one, other = (_said(parameters[owners[at]], int(meanings[at])) for at in (head[clash[0]], clash[0]))
         raise ProgramError(
-            f"{program.worker}: {' and '.join(told)} in the same memory, so one of them would be lost; "
-            "give both the same source, or memory of their own"
+            f"{one} and {other} in the same memory, where one would be lost; give both the same source, or memory of "
+            "their own"
         )
 
 
-def _bytes_of(
-    program: Program, tensors: Sequence[LiveTensor], source_map: SourceMap, position: int
-) -> tuple[IdArray, IdArray, IdArray]:
-    """Every byte that is a copy: its address, the parameter, and what it is a byte of."""
-    tensor, live = program.tensors[position], tensors[position]
-    width = dtype_of(tensor.dtype).item_bytes
-    ids = source_map.ids(tensor.name).reshape(-1)
-    address = np.array([live.address], dtype=np.int64)
-    for extent, step in live.axes:
+def _bytes_of(number: int, held: _Held) -> tuple[IdArray, IdArray, IdArray]:
+    """Every byte that is a copy: its address, the parameter's number, and what it is a byte of."""
+    width = dtype_of(held.tensor.dtype).item_bytes
+    ids = held.member.source_map.ids(held.tensor.name).reshape(-1)
+    address = np.array([held.live.address], dtype=np.int64)
+    for extent, step in held.live.axes:
         address = (address[:, None] + np.arange(extent, dtype=np.int64) * step).reshape(-1)
     address, ids = address[ids > 0], ids[ids > 0]
-    number = expand_ranges(np.zeros(len(ids), dtype=np.int64), np.full(len(ids), width))
-    meaning = (np.repeat(ids, width) * _WIDEST_BYTES + number) * (_WIDEST_BYTES + 1) + width
-    return np.repeat(address, width) + number, np.full(len(meaning), position), meaning
+    nth = expand_ranges(np.zeros(len(ids), dtype=np.int64), np.full(len(ids), width))
+    meaning = (np.repeat(ids, width) * _WIDEST_BYTES + nth) * (_WIDEST_BYTES + 1) + width
+    return np.repeat(address, width) + nth, np.full(len(meaning), number), meaning
 
 
-def _named(source_map: SourceMap, meaning: int) -> str:
-    name, index = source_map.space.locate(meaning // (_WIDEST_BYTES + 1) // _WIDEST_BYTES)
-    return f"{name}.{index}"
+def _said(held: _Held, meaning: int) -> str:
+    name, index = held.member.source_map.space.locate(meaning // (_WIDEST_BYTES + 1) // _WIDEST_BYTES)
+    return f"{held.tensor.name} on {held.member.program.worker} holds {name}.{index}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layout_algebra.source_map import SourceMap
-from transfer_exec.aliases import check_aliases
+from transfer_exec.aliases import Member, check_aliases
 from transfer_exec.binding import scattered_names
 from transfer_exec.compiler import Compiler
 from transfer_exec.direct import LEAST_BYTES, Near
@@ -69,8 +69,8 @@ def run_in_process(
     Raises
     ------
     ProgramError
-        If a map or memory is missing or does not fit, or two written parameters share memory in which they hold
-        different elements; nothing was written.
+        If a map or memory is missing or does not fit, or memory that is to be written holds different elements
+        by two names; nothing was written.
     TransportError
         If a write failed, or no worker can go on.
     """
@@ -89,8 +89,7 @@ def run_in_process(
         for worker, program in programs.items():
             given = memory.get(worker, {})
             executors[worker] = Executor(program, given, network.transport(worker), kernels=kernels, depth=depth)
-            if worker in plan.needers:
-                check_aliases(program, executors[worker].tensors, maps[worker])
+        check_aliases([Member(one.program, one.tensors, maps[w], w in plan.needers) for w, one in executors.items()])
         endpoints = {worker: executor.endpoint for worker, executor in executors.items()}
         for executor in executors.values():
             executor.connect(endpoints)

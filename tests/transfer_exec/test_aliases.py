@@ -71,32 +71,32 @@ OTHERS: dict[str, tuple[Ids, Views, str]] = {
     "two tensors": (
         {"p": EMBED, "q": HEAD},
         lambda base: {"p": base[:4], "q": base[:4]},
-        r"engine/0/0: p holds embed\.0 and q holds head\.0 in the same memory",
+        r"p on engine/0/0 holds embed\.0 and q on engine/0/0 holds head\.0 in the same memory",
     ),
     "one element": (
         {"p": EMBED, "q": np.where(EMBED == 9, 10, EMBED)},
         lambda base: {"p": base[:4], "q": base[:4]},
-        r"p holds embed\.8 and q holds embed\.9",
+        r"p on engine/0/0 holds embed\.8 and q on engine/0/0 holds embed\.9",
     ),
     "a row": (
         {"p": EMBED, "q": HEAD},
         lambda base: {"p": base[:4], "q": base[3:7]},
-        r"p holds embed\.18 and q holds head\.0",
+        r"p on engine/0/0 holds embed\.18 and q on engine/0/0 holds head\.0",
     ),
     "a column": (
         {"p": EMBED[:, :1], "q": HEAD[0]},
         lambda base: {"p": base[:4, 4:5], "q": base[2]},
-        r"p holds embed\.12 and q holds head\.4",
+        r"p on engine/0/0 holds embed\.12 and q on engine/0/0 holds head\.4",
     ),
     "not turned": (
         {"p": EMBED[:, :4], "q": EMBED[:, :4]},
         lambda base: {"p": base[:4, :4], "q": base[:4, :4].T},
-        r"p holds embed\.\d+ and q holds embed\.\d+",
+        r"p on engine/0/0 holds embed\.\d+ and q on engine/0/0 holds embed\.\d+",
     ),
     "a third one": (
         {"p": EMBED, "q": EMBED, "r": HEAD[1, :2]},
         lambda base: {"p": base[:4], "q": base[:4], "r": base[0, 4:]},
-        r"p holds embed\.4 and r holds head\.6",
+        r"p on engine/0/0 holds embed\.4 and r on engine/0/0 holds head\.6",
     ),
 }
 
@@ -113,9 +113,20 @@ def test_different_elements_in_one_memory_are_refused_by_both_names(case: str) -
 def test_elements_of_two_widths_in_one_memory_are_refused() -> None:
     base = np.zeros(48, dtype=np.uint16)
     memory = {"p": base[:24].reshape(4, 6), "q": base[:48].view(np.uint32).reshape(4, 6)}
-    with pytest.raises(ProgramError, match=r"p holds embed\.0 and q holds embed\.0 in the same memory"):
+    with pytest.raises(
+        ProgramError, match=r"p on engine/0/0 holds embed\.0 and q on engine/0/0 holds embed\.0 in the same memory"
+    ):
         run({"p": EMBED, "q": EMBED}, memory, {"p": "BF16", "q": "F32"})
     assert not base.any()
+
+
+def test_a_rollout_in_a_trainers_memory() -> None:
+    """As its trainer holds it: nothing changes. In another layout the trainer would be overwritten while it is read."""
+    kept = {name: array.copy() for name, array in TRAINED.items()}
+    run({"p": EMBED}, {"p": TRAINED["embed"]})
+    with pytest.raises(ProgramError, match=r"p on engine/0/0 holds embed\.5 and embed on trainer/0 holds embed\.0"):
+        run({"p": EMBED[:, ::-1]}, {"p": TRAINED["embed"]})
+    assert all(np.array_equal(TRAINED[name], kept[name]) for name in kept)
 
 
 def test_trainers_may_hold_two_elements_in_one_memory() -> None:
