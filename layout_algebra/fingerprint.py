@@ -306,19 +306,30 @@ def wire_bits(array: npt.NDArray[np.generic], held: str, wire: str) -> npt.NDArr
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if wire in ("BF16", "F16"):
-                plain = _narrowed(values.astype(np.float32), wire)
+                plain = _narrowed(_quiet(values.astype(np.float32), held), wire)
             else:
                 plain = values.astype(storage_of(wire))
     return plain.view(f"u{dtype_of(wire).item_bytes}").reshape(array.shape)
 
 
+def _quiet(values: npt.NDArray[np.float32], held: str) -> npt.NDArray[np.float32]:
+    """Numbers with NaNs that came from another format of floats as processors widen and narrow them: quiet."""
+    if held in ("F16", "F64"):
+        values.view(np.uint32)[np.isnan(values)] |= np.uint32(0x400000)
+    return values
+
+
 def _narrowed(values: npt.NDArray[np.float32], wire: str) -> npt.NDArray[np.uint16]:
-    """BF16 or F16 bits, rounded to nearest even; a NaN keeps its sign and its first bits and turns quiet."""
+    """BF16 or F16 bits, rounded to nearest even; a NaN keeps its sign and its first bits, so that widening is undone.
+
+    It turns quiet if those are all zero, and in F16 always.
+    """
     bits = values.view(np.uint32)
     if wire == "BF16":
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        quiet = bits >> np.uint32(16) | np.uint32(0x40)
+        kept = bits >> np.uint32(16)
+        kept = np.where(kept & np.uint32(0x7F), kept, kept | np.uint32(0x40))
     else:
         rounded = values.astype(np.float16).view(np.uint16).astype(np.uint32)
-        quiet = bits >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7E00) | bits >> np.uint32(13) & np.uint32(0x3FF)
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+        kept = bits >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7E00) | bits >> np.uint32(13) & np.uint32(0x3FF)
+    return np.where(np.isnan(values), kept, rounded).astype(np.uint16)

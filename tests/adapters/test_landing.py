@@ -75,13 +75,11 @@ class Job:
 
 
 def fill(job: Job, rng: np.random.Generator) -> None:
-    """Random bits for every element, equal on all trainers; no NaNs of BF16, which turn quiet in wider parameters."""
+    """Random bits for every element, NaNs of all kinds among them, equal on all trainers."""
     space = next(iter(job.maps.values())).space
     for spec in space.specs:
         bits = rng.integers(0, 256, space.total_elements * 8, dtype=np.uint8)
         values = bits[: spec.elements * dtype_of(spec.dtype).item_bytes].view(f"u{dtype_of(spec.dtype).item_bytes}")
-        if spec.dtype == "BF16":
-            values &= np.uint16(0xBFFF)
         first = space.element_id(spec.name, 0) if spec.elements else 1
         for worker, arrays in job.memory.items():
             if worker.startswith("trainer"):

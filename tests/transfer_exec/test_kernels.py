@@ -79,6 +79,18 @@ def test_digests_read_wide_numbers_as_kernels_narrow_them(pair: tuple[str, str])
     assert np.array_equal(got, wire_bits(values.numpy(), *pair))
 
 
+def test_every_bf16_pattern_comes_back_from_f32() -> None:
+    """Signaling NaNs too: a rollout's F32 digests are those of the BF16 that was sent."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    wide = convert(patterns, "BF16", "F32")
+    assert torch.equal(wide.view(torch.int32), patterns.view(torch.int16).to(torch.int32) << 16)
+    assert torch.equal(convert(wide, "F32", "BF16").view(torch.int16), patterns.view(torch.int16))
+    assert np.array_equal(wire_bits(wide.numpy(), "F32", "BF16"), patterns.view(torch.int16).numpy().view(np.uint16))
+    lost = torch.tensor([0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert lost.isnan().all(), "NaNs whose first bits are all zero"
+    assert convert(lost, "F32", "BF16").isnan().all()
+
+
 def test_no_conversion_between_other_types() -> None:
     with pytest.raises(ProgramError, match="no conversion from I32 to F32"):
         code_of("I32", "F32")

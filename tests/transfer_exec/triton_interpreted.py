@@ -68,7 +68,7 @@ def transposes(rows: int, columns: int, code: int, swapped: bool) -> int:
 
 
 def conversions(source: str, target: str) -> int:
-    """Bits equal torch's, and a NaN keeps its sign."""
+    """Bits equal torch's, and a NaN keeps its sign; one of BF16 comes back from F32 as it was."""
     wide = np.random.default_rng(3).integers(0, 1 << 64, 1 << 10, dtype=np.uint64)
     edges = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     some = edges[::7]
@@ -76,6 +76,8 @@ def conversions(source: str, target: str) -> int:
     middle = exact + (exact.roll(-1) - exact) / 2
     numbers = torch.cat([exact, middle, torch.from_numpy(wide.view(np.float64).copy())])
     values = edges.view(FLOATS[source]) if source in ("BF16", "F16") else numbers.to(FLOATS[source])
+    if source == "F32":
+        values = torch.cat([values, (edges.to(torch.int32) << 16).view(torch.float32)])
     out = torch.zeros(len(values), dtype=FLOATS[target])
     code = code_of(source, target)
     row = [values.data_ptr(), values.element_size(), 0, out.data_ptr(), out.element_size(), 0, len(values), 1, code]
@@ -84,6 +86,9 @@ def conversions(source: str, target: str) -> int:
     assert torch.equal(out[~nan].view(torch.uint8), expected[~nan].view(torch.uint8))
     assert bool(out[nan].isnan().all())
     assert torch.equal(out[nan].signbit(), values[nan].signbit())
+    if (source, target) == ("F32", "BF16"):
+        first = (values[nan].view(torch.int32) >> 16).to(torch.int16)
+        assert torch.equal(out[nan].view(torch.int16), torch.where(first & 0x7F == 0, first | 0x40, first))
     return 1
 
 

@@ -5,8 +5,8 @@
 Units (`transfer_exec.kernels._vectors`) name the two dtypes: equal ones mean a copy of bits, and otherwise U16 stands
 for BF16, I16 for F16, U32 for F32 and U64 for F64. Wide floats meet in F32 bits: F32 holds every BF16 and F16 exactly,
 and torch rounds F64 to the 16-bit floats by way of F32. Narrowing rounds to nearest even; a NaN keeps its sign and
-turns quiet. The functions at the top say what is meant and run when numba is switched off; the vector code below them
-does the same without branches.
+first bits, and turns quiet if those are all zero, or if there is an F16 or F64 on its way. The functions at the top say
+what is meant and run when numba is switched off; the vector code below them does the same without branches.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _narrow(kind: np.dtype[np.generic], bits: int) -> int:
     """A float's bits of F32 bits."""
     if kind == BRAIN:
         if bits & 0x7FFFFFFF > 0x7F800000:
-            return bits >> 16 | 0x40
+            return bits >> 16 | (0 if bits >> 16 & 0x7F else 0x40)
         return bits + 0x7FFF + (bits >> 16 & 1) >> 16
     if kind == HALF:
         return _single_to_half(bits)
@@ -144,7 +144,9 @@ class _Lanes:
         if kind == "brain":
             odd = b.and_(b.lshr(bits, n(16)), n(1))
             rounded = b.lshr(b.add(b.add(bits, n(0x7FFF)), odd), n(16))
-            out = b.select(is_nan, b.or_(b.lshr(bits, n(16)), n(0x40)), rounded)
+            kept = b.lshr(bits, n(16))
+            kept = b.select(self.above(b.and_(kept, n(0x7F)), 0), kept, b.or_(kept, n(0x40)))
+            out = b.select(is_nan, kept, rounded)
             return b.trunc(out, self.of(ir.IntType(16)))
         if self._halves:
             made = b.fptrunc(b.bitcast(bits, self.single), self.of(ir.HalfType()))

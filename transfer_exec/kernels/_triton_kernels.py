@@ -215,7 +215,8 @@ def _narrow(target, bits, inside, kind):
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     if kind == 0:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        brain = tl.where(is_nan, (bits >> 16) | 0x40, rounded)
+        kept = (bits >> 16) | tl.where((bits & 0x7F0000) == 0, 0x40, 0)
+        brain = tl.where(is_nan, kept, rounded)
         tl.store(target.to(tl.pointer_type(tl.int16)), brain.to(tl.int16), mask=inside)
     elif kind == 1:
         half = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
