@@ -20,65 +20,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from adapters.torch_bits import bit_dtype, bits_view
 from layout_algebra.dtypes import IdArray
+from transfer_exec.memory_box import MemoryBox
 
 _FEW = 16
 _WIDEST_BYTES = 8
 _MOST_BYTES = 1 << 30
 _MOST_WRITES = 1 << 16
-
-
-class _Box(NamedTuple):
-    """Where a view's elements are: byte addresses ``start + sum(index * step)``, each of ``item`` bytes."""
-
-    start: int
-    stop: int
-    item: int
-    axes: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Box:
-        item, start = tensor.element_size(), tensor.data_ptr()
-        axes = [(n, step * item) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and step]
-        axes.sort(key=lambda axis: -axis[1])
-        return _Box(start, start + sum((n - 1) * step for n, step in axes) + item, item, tuple(axes))
-
-    def bytes(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """For every byte of ``start .. stop - 1`` whether it belongs to an element."""
-        whole = np.zeros(self.stop - self.start, dtype=np.bool_)
-        shape, steps = [n for n, _ in self.axes], [step for _, step in self.axes]
-        np.lib.stride_tricks.as_strided(whole, (*shape, self.item), (*steps, 1))[...] = True
-        return whole[start - self.start : stop - self.start]
-
-    def apart(self, other: _Box) -> bool:
-        """Whether two boxes share no byte, as far as this is told by the places of both along common axes."""
-        if self.stop <= other.start or other.stop <= self.start:
-            return True
-        steps = sorted({step for _, step in (*self.axes, *other.axes)}, reverse=True)
-        mine, theirs = self.start - min(self.start, other.start), other.start - min(self.start, other.start)
-        extents = {step: n for n, step in self.axes}, {step: n for n, step in other.axes}
-        for number, step in enumerate(steps):
-            at, there = mine // step, theirs // step
-            mine, theirs = mine % step, theirs % step
-            inner = max(_reach(box, steps[number + 1 :], rest) for box, rest in ((self, mine), (other, theirs)))
-            if inner > step:
-                return False  # what lies inside crosses into the next place of this axis
-            if at + extents[0].get(step, 1) <= there or there + extents[1].get(step, 1) <= at:
-                return True
-        return mine + self.item <= theirs or theirs + other.item <= mine
-
-
-def _reach(box: _Box, steps: Sequence[int], start: int) -> int:
-    """Where a box ends along its axes of these steps, from a byte on."""
-    return start + sum((n - 1) * step for n, step in box.axes if step in steps) + box.item
 
 
 class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,7 +41,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pending: dict[int, _Boxes] = {}
-        self._lost: dict[int, list[tuple[_Box, _Box]]] = {}
+        self._lost: dict[int, list[tuple[MemoryBox, MemoryBox]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,7 +101,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         storage = tensor.untyped_storage().data_ptr()
-        box = _Box.of(tensor)
+        box = _box_of(tensor)
         pending = self._pending.setdefault(storage, _Boxes())
         if len(pending) == _MOST_WRITES:
             return
@@ -160,39 +114,44 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Something read these elements, or did more to them than to replace them."""
         pending = self._pending.get(tensor.untyped_storage().data_ptr())
         if pending is not None and tensor.numel():
-            pending.drop_near(_Box.of(tensor))
+            pending.drop_near(_box_of(tensor))
 
 
 class _Boxes:
     """Boxes by where they start; those near another are found without a look at all of them."""
 
     def __init__(self) -> None:
-        self._sorted: list[_Box] = []
+        self._sorted: list[MemoryBox] = []
         self._longest = 0
 
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def near(self, box: _Box) -> list[_Box]:
+    def near(self, box: MemoryBox) -> list[MemoryBox]:
         """Those that reach into the bytes from the first to the last of a box."""
         return [one for one in self._sorted[self._reaching(box)] if box.start < one.stop]
 
-    def add(self, box: _Box) -> None:
+    def add(self, box: MemoryBox) -> None:
         """Keep one more."""
         insort(self._sorted, box)
         self._longest = max(self._longest, box.stop - box.start)
 
-    def drop_near(self, box: _Box) -> None:
+    def drop_near(self, box: MemoryBox) -> None:
         """Keep those that are not `near`."""
         reaching = self._reaching(box)
         self._sorted[reaching] = [one for one in self._sorted[reaching] if one.stop <= box.start]
 
-    def _reaching(self, box: _Box) -> slice:
+    def _reaching(self, box: MemoryBox) -> slice:
         first = bisect_left(self._sorted, box.start - self._longest, key=_start)
         return slice(first, bisect_left(self._sorted, box.stop, key=_start))
 
 
-def _start(box: _Box) -> int:
+def _box_of(tensor: torch.Tensor) -> MemoryBox:
+    item = tensor.element_size()
+    return MemoryBox.of(tensor.data_ptr(), tensor.shape, [step * item for step in tensor.stride()], item)
+
+
+def _start(box: MemoryBox) -> int:
     return box.start
 
 
