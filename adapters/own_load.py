@@ -176,7 +176,7 @@ class _Comparison:
                     "had been given the last tensor that feeds it; the next update will tell which",
                 )
             if found is not None and found.tensor.data_ptr() != one.tensor.data_ptr():
-                found.owner.data = one.tensor
+                found.owners[found.names.index(one.name)].data = one.tensor
             if number in self._kept:
                 write_bits(one, self._kept[number])
 

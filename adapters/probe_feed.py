@@ -42,7 +42,7 @@ _UNCODED = MappingProxyType(
         "F4": (b"\x22", b"\x44"),
         "F6_E2M3": (b"\x08\x82\x20", b"\x10\x04\x41"),
         "F6_E3M2": (b"\x0c\xc3\x30", b"\x10\x04\x41"),
-        "C64": (b"\x00\x00\x80\x3f" + bytes(4), b"\x00\x00\x00\x40" + bytes(4)),
+        "C64": (np.array([1, 1], "<f4").tobytes(), np.array([2, 3], "<f4").tobytes()),
     }
 )
 """What tensors that can hold no codes are filled with: ones, and in its place something else, twos if there are any."""

@@ -11,6 +11,7 @@ tensors keep their values, which may steer the loader (an expert map), and get t
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from adapters._probe_kernels import keep_and_clear, stream_bits
 from adapters.torch_bits import Bits, bit_dtype, bits_view, dtype_name, storage_type
@@ -40,6 +43,7 @@ BACKGROUND = MappingProxyType(
 )
 """Bits of the background by dtype: small negative numbers, finite, no codes. Dtypes not listed keep their values."""
 
+_log = logging.getLogger("adapters.probing")
 _PIECE_ELEMENTS = 1 << 22
 _ALIGN_BYTES = 64
 
@@ -52,8 +56,8 @@ class LiveTensor:
     ----------
     names
         Every name it goes by, in natural order.
-    owner
-        The object the worker holds under the first name.
+    owners
+        The objects the worker holds under these names.
     tensor
         The same memory as a plain detached tensor (a sharded tensor's local part).
     dtype
@@ -61,7 +65,7 @@ class LiveTensor:
     """
 
     names: tuple[str, ...]
-    owner: torch.Tensor
+    owners: tuple[torch.Tensor, ...]
     tensor: torch.Tensor
     dtype: str
 
@@ -103,11 +107,11 @@ def find_live(parameters: Parameters) -> tuple[LiveTensor, ...]:
     Raises
     ------
     ProbeError
-        If a value is no tensor, or has no plain memory (meta, sparse, quantized).
+        If a name is no string, or a value is no tensor, or has no plain memory (meta, sparse, quantized, freed).
     UnsupportedDtypeError
         If a dtype has no safetensors name.
     """
-    mapping = parameters() if callable(parameters) else parameters
+    mapping = _listed(parameters)
     groups: dict[object, list[str]] = {}
     aliases = {}
     for name in sorted(mapping, key=natural_key):
@@ -116,7 +120,12 @@ def find_live(parameters: Parameters) -> tuple[LiveTensor, ...]:
         place = (alias.device, alias.data_ptr(), alias.dtype, tuple(alias.shape), alias.stride())
         groups.setdefault(place if alias.numel() else name, []).append(name)
     return tuple(
-        LiveTensor(tuple(names), mapping[names[0]], aliases[names[0]], dtype_name(aliases[names[0]].dtype, of=names[0]))
+        LiveTensor(
+            tuple(names),
+            tuple(mapping[name] for name in names),
+            aliases[names[0]],
+            dtype_name(aliases[names[0]].dtype, of=names[0]),
+        )
         for names in groups.values()
     )
 
@@ -227,16 +236,22 @@ class Keeper:
         first = {name: one for one in self._live for name in one.names}
         for one in self._live:
             _regrow(one.tensor)
-        for one in now:
-            known = first.get(one.name)
-            if known is None or known.tensor.numel() == 0 or one.tensor.data_ptr() == known.tensor.data_ptr():
-                continue
-            if (one.shape, one.dtype) == (known.shape, known.dtype) and not lent(one.tensor):
-                write_bits(one, self._kept[one.name])
-            else:
-                one.owner.data = known.tensor
         for _ in self._executor.map(_Piece.give_back, self._pieces):
             pass
+        # Only now: what a loader exchanged, tied or turned lies where others' bits have just been put.
+        ours = {one.tensor.untyped_storage().data_ptr() for one in self._live if one.tensor.device.type == "cpu"}
+        for one in now:
+            for name, owner in zip(one.names, one.owners, strict=True):
+                known = first.get(name)
+                if known is None or known.tensor.numel() == 0 or _view_of(one.tensor) == _view_of(known.tensor):
+                    continue
+                same = (one.shape, one.dtype) == (known.shape, known.dtype)
+                if same and not lent(one.tensor) and one.tensor.untyped_storage().data_ptr() not in ours:
+                    write_bits(one, self._kept[name])
+                elif sum(owner is other for other in one.owners) == 1:
+                    owner.data = known.tensor
+                else:
+                    _log.warning("%s is one object with others since load_weights; they hold one tensor's values", name)
 
 
 @dataclass(slots=True, eq=False)
@@ -294,15 +309,41 @@ def _room_for(live: tuple[LiveTensor, ...]) -> dict[str, Bits]:
     return room
 
 
+def _listed(parameters: Parameters) -> Mapping[str, torch.Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        raise ProbeError("parameters is a module; give `lambda: live_tensors(module)`")
+    try:
+        mapping = parameters() if callable(parameters) else parameters
+    except Exception as error:
+        raise ProbeError(
+            f"`parameters` raised {type(error).__name__}: {error}; expected live tensors by name"
+        ) from error
+    if not isinstance(mapping, Mapping):
+        raise ProbeError(f"parameters: got {type(mapping).__name__}; expected live tensors by name")
+    for name in mapping:
+        if not isinstance(name, str):
+            raise ProbeError(f"{name!r}: a live tensor's name is {type(name).__name__}; expected a string")
+    return mapping
+
+
 def _plain(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ProbeError(f"{name}: expected a torch tensor, got {type(tensor).__name__}")
+    if is_lazy(tensor):
+        raise ProbeError(f"{name}: is not initialized, so it has no shape yet; run the module once before the probe")
     if "torch.distributed.tensor" in sys.modules:
         tensor = _local_part(tensor)
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
         raise ProbeError(
             f"{name}: a {tensor.layout} tensor on {tensor.device} has no plain memory; materialize it before the probe"
         )
+    if tensor.numel():
+        size = _held_bytes(tensor)
+        if size < _needed_bytes(tensor):
+            raise ProbeError(
+                f"{name}: its memory has {size:,} of the {_needed_bytes(tensor):,} bytes that {tensor.dtype} "
+                f"{tuple(tensor.shape)} takes; give back what was freed before the probe or the end of load_weights"
+            )
     return tensor.detach()
 
 
@@ -389,8 +430,23 @@ def _without_broadcast(tensor: torch.Tensor) -> torch.Tensor:
 
 def _regrow(tensor: torch.Tensor) -> None:
     """Give a storage that the loader shrank its size again; its bits follow."""
-    if tensor.numel():
-        reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = int(tensor.storage_offset() + reach + 1) * tensor.element_size()
-        if tensor.untyped_storage().nbytes() < needed:
-            tensor.untyped_storage().resize_(needed)
+    if tensor.numel() and tensor.untyped_storage().nbytes() < _needed_bytes(tensor):
+        tensor.untyped_storage().resize_(_needed_bytes(tensor))
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage; none of one that has no address, such as a fake or a wrapper."""
+    try:
+        return 0 if isinstance(tensor, FakeTensor) or not tensor.data_ptr() else tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return 0
+
+
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a storage that ends with a tensor's last element."""
+    reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()

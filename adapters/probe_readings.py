@@ -71,16 +71,16 @@ class OpenReadings:
     def __init__(self, codebook: Codebook, space: CheckpointSpace, live: Sequence[LiveTensor]) -> None:
         sources = coded_dtypes(space)
         by_dtype = {dtype: readings_of(codebook, dtype, sources) for dtype in {one.dtype for one in live}}
-        self._left = {one.name: list(by_dtype[one.dtype]) for one in live}
+        self._left = {name: list(by_dtype[one.dtype]) for one in live for name in one.names}
 
     def of(self, name: str) -> list[Reading]:
-        """The readings of one live tensor, by its first name."""
+        """The readings of one live tensor, by one of its names: a loader may untie what had several."""
         return self._left[name]
 
     def drop_hopeless(self, diffs: Mapping[tuple[str, Reading], Sequence[Diff2]]) -> None:
         """After one pass: a large tensor that is full of codes in one reading needs no other."""
         for name, readings in self._left.items():
-            if len(readings) < 2:
+            if len(readings) < 2 or (name, readings[0]) not in diffs:
                 continue
             for reading in readings:
                 chunks = diffs[name, reading][0].chunks

@@ -189,7 +189,7 @@ class ProbedWorker:
             self.live = now
             return Status.FINE, None, (read(),)
         except Exception as error:  # noqa: BLE001 every rank must hear of it
-            return Status.FAILED, error, None
+            return (Status.FAILED, error, None) if raised is None else (Status.RAISED, raised, None)
 
     def _call(self, watch: WriteWatch | None) -> None:
         if watch is not None:
@@ -230,6 +230,8 @@ def run_loader(load_weights: LoadWeights, pairs: Iterable[tuple[str, torch.Tenso
         elif inspect.iscoroutine(result):
             result.close()
             raise TypeError("load_weights is a coroutine function; expected one that loads before it returns")
+        elif inspect.isasyncgen(result):
+            raise TypeError("load_weights is an async generator; expected one that loads before it returns")
 
 
 def _describe(error: Exception | None) -> str:

@@ -133,6 +133,8 @@ class SourceMap:
         """
         parameters = {}
         for name, given in ids.items():
+            if not isinstance(name, str):
+                raise MapError(f"{name!r}: a parameter's name is {type(name).__name__}; expected a string")
             array = np.asarray(given)
             if array.dtype.kind not in "iu" and array.size:
                 raise MapError(f"{name}: ids are {array.dtype}, expected integers")

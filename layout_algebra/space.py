@@ -63,7 +63,7 @@ class TensorSpec:
         try:
             shape = tuple(int(extent) for extent in self.shape)
             whole = all(int(extent) == extent for extent in self.shape)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SpaceError(f"{self.name}: shape {self.shape!r} is not a tuple of integers") from error
         if not whole or any(extent < 0 for extent in shape):
             raise SpaceError(f"{self.name}: shape {self.shape!r} has an extent that is negative or no integer")

@@ -100,5 +100,7 @@ def test_indices_and_ids_are_integers(flat: object, number: object) -> None:
 
 
 def test_what_is_no_spec_is_refused() -> None:
+    with pytest.raises(SpaceError, match=r"v: shape .* is not a tuple of integers"):
+        TensorSpec("v", (float("inf"),), "F32")  # type: ignore[arg-type]
     with pytest.raises(SpaceError, match="'v': expected a TensorSpec"):
         CheckpointSpace(["v"])  # type: ignore[list-item]
