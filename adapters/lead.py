@@ -210,8 +210,10 @@ class GroupLead:
             return
         late = self._polls.waiting_for if self._step == 0 else [r for r in self._acting if r not in self._results]
         text = f"{self._phase()}: no answer from {', '.join(late)} within {self._deadline_s:g} s"
-        if self._step == 1:
-            text += "; every rank must call the adapter once per step, and its last call must return"
+        if self._step == 0 and self._polls.stopped:
+            text += f"; {', '.join(f'{rank} waits at poll {poll}' for rank, poll in self._polls.stopped.items())}"
+        if self._step in (0, 1):
+            text += "; every rank must call the adapter at the same steps, and its last call must return"
         self._fail(Failure(DeadlineError.__name__, late[0] if late else self._ranks[0], text))
 
     # One step
@@ -239,7 +241,8 @@ class GroupLead:
 
     def _propose(self, proposal: Propose) -> None:
         for rank in self._ranks:
-            self._to_rank(rank, ProposeStop(self._txn, proposal, self._of))
+            patience_s = self._deadline_s + _PATIENCE_MARGIN_S
+            self._to_rank(rank, ProposeStop(self._txn, proposal, patience_s, self._of))
 
     def _commit(self, commit: Commit) -> None:
         for rank in self._ranks:

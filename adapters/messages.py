@@ -230,6 +230,7 @@ class ProposeStop(Tagged, frozen=True):
 
     txn: Count
     proposal: Propose
+    patience_s: Seconds
     of: Words = ""
 
 
@@ -242,7 +243,7 @@ class AnswerStop(Tagged, frozen=True):
 
 
 class Committed(Tagged, frozen=True):
-    """Every rank has promised to stop."""
+    """Every rank has stopped."""
 
     txn: Count
     ballot: Count

@@ -222,7 +222,8 @@ class ReceiverAdapter:
         ----------
         step
             Number of the engine's step, for engines that do not poll at every step on every rank; it must grow, and
-            be the same on every rank for the same step. By default polls are counted.
+            be the same on every rank for the same step. Requests are served at a step that all ranks poll at; while
+            one waits there for the others, none of them may need it to go on. By default polls are counted.
 
         Returns
         -------

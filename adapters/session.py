@@ -66,7 +66,7 @@ class Session:
     send_up
         Takes a message to the group's lead; any thread may call it.
     deadline_s
-        Longest wait for the first duty, and at a poll that is undecided.
+        Longest wait for the first duty.
     beside
         Whether duties that come before this rank has stopped are for `serve_beside`.
 
@@ -149,18 +149,20 @@ class Session:
         Raises
         ------
         DeadlineError
-            If this rank promised to stop here and nobody decided in time.
+            If this rank had to stop here and nobody decided in time.
         """
         with self._changed:
-            if self._polls.enter(step) is Standing.GO_ON:
+            stopped = self._polls.enter(step)
+            if stopped is None:
                 return None
             self.stopped_at = time.monotonic()
-            stop_at = self.stopped_at + self._deadline_s
+            self._send_up(AnswerStop(self._txn, stopped, None))
+            stop_at = self.stopped_at + self._patience_s
             while (standing := self._polls.standing()) is Standing.WAIT:
                 if not self._changed.wait(stop_at - time.monotonic()) and time.monotonic() >= stop_at:
                     late = DeadlineError(
-                        f"promised to stop at poll {self._polls.counter} and heard nothing more within "
-                        f"{self._deadline_s:g} s, last of {self._phase}; the engine may go on, nothing was written"
+                        f"stopped at poll {self._polls.counter} and heard nothing more within "
+                        f"{self._patience_s:g} s, last of {self._phase}; the engine may go on, nothing was written"
                     )
                     self._leave(late)
                     raise_failure(failure_of(late, self._worker))
@@ -349,17 +351,18 @@ class Session:
         """Take a message from the lead."""
         with self._changed:
             match message:
-                case ProposeStop(txn, proposal, of) if (
+                case ProposeStop(txn, proposal, patience_s, of) if (
                     txn >= self._txn and txn not in self._ends and txn != self._declined
                 ):
                     self._begin(txn)
+                    self._patience_s = patience_s
                     self._phase = phase_of(None, of)
                     if self._refusal is not None:
                         self._send_up(AnswerStop(txn, None, self._refusal))
                     else:
-                        promise = self._polls.answer(proposal)
-                        if promise is not None:
-                            self._send_up(AnswerStop(txn, promise, None))
+                        declined = self._polls.answer(proposal)
+                        if declined is not None:
+                            self._send_up(AnswerStop(txn, declined, None))
                 case Committed(txn, ballot, patience_s) if txn == self._txn:
                     self._patience_s = patience_s
                     self._stopped_for = txn

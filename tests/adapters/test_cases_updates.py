@@ -181,7 +181,7 @@ def test_g03_a_request_that_reaches_ranks_at_different_steps(late: int) -> None:
         session = job.receivers("engine/a")["engine/a/1"]._session
         over = session.txn
         job.run(lambda: not job.stuck(), within_s=DEADLINE_S)
-        session.deliver(ProposeStop(over - 1, Propose(999, session.counter + 1)))
+        session.deliver(ProposeStop(over - 1, Propose(999, session.counter + 1), 10.0))
         before = session.counter
         stop_at = job.scheduler.now + DEADLINE_S
         job.run(lambda: job.scheduler.now >= stop_at, within_s=2 * DEADLINE_S)

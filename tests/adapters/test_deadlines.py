@@ -80,7 +80,7 @@ def freeze(worker: str) -> Callable[[Simulation], None]:
     ("fault", "words"),
     [
         (freeze("engine/a/1"), r"agreeing on a poll, connect: no answer from engine/a/1 within 20 s"),
-        (hold("engine/a/1"), r"probe, connect: no answer from engine/a/1 within 20 s"),
+        (hold("engine/a/1"), r"agreeing on a poll, connect: no answer from engine/a/1 within 20 s; engine/a/0 waits"),
         (freeze("engine/a/0"), r"agreeing on a poll, connect: no word from engine/a/0 within 20 s"),
         (hang("trainer/1", "Probe"), r"probe, connect: no answer from trainer/1 within 20 s"),
         (hang("engine/a/0", "Probe"), r"probe, connect: no answer from engine/a/0 within 20 s"),
@@ -155,9 +155,9 @@ def test_a_result_that_is_not_there_yet_says_what_is_waited_for(job: Simulation)
 
 
 def test_a_rank_at_its_poll() -> None:
-    session = Session("engine/a/1", lambda message: None, deadline_s=0.1)
-    session.deliver(ProposeStop(5, Propose(1, 1), "version 7"))
-    with pytest.raises(DeadlineError, match=r"engine/a/1: promised to stop at poll 1 .* agreeing on a poll, version 7"):
+    session = Session("engine/a/1", lambda message: None, deadline_s=10.0)
+    session.deliver(ProposeStop(5, Propose(1, 1), 0.1, "version 7"))
+    with pytest.raises(DeadlineError, match=r"engine/a/1: stopped at poll 1 .* agreeing on a poll, version 7"):
         session.enter_poll(None)
 
 

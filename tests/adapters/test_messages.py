@@ -43,7 +43,7 @@ DOWN = [
     messages.Ping(),
     messages.Ask(9, 2, 65.0, duties.Bind(b"program", "shared_memory", (duties.Cell(3, b"runs"),), machines=2)),
     messages.Ask(9, 2, 65.0, duties.Attach({"engine/a/0": b"endpoint"})),
-    messages.ProposeStop(9, Propose(3, 18)),
+    messages.ProposeStop(9, Propose(3, 18), 30.0),
     messages.Committed(9, 3, 65.0),
     messages.Agreed(9, 1, 4),
     messages.Note(9, "probe, connect: engine/a", 1, 3, 65.0),

@@ -23,6 +23,7 @@ class Rank:
     counter: PollCounter = field(default_factory=PollCounter)
     steps_begun: int = 0
     waiting: bool = False
+    every: int = 1
     served_at: int | None = None
 
 
@@ -94,8 +95,14 @@ class Engine:
             return
         if rank.waiting:
             standing = rank.counter.standing()
+        elif (rank.steps_begun + 1) % rank.every:
+            rank.steps_begun += self.may_step(rank)
+            return
         elif self.may_step(rank):
-            standing = rank.counter.enter()
+            stopped = rank.counter.enter(rank.steps_begun + 1)
+            if stopped is not None:
+                self.mail.append((rank.name, LEAD, stopped))
+            standing = rank.counter.standing()
         else:
             return
         rank.waiting = standing is Standing.WAIT
@@ -127,16 +134,35 @@ class Engine:
     lockstep=st.booleans(),
     ordered=st.booleans(),
     head_start=st.integers(0, 5),
+    every=st.integers(1, 9),
 )
-@example(seed=0, ranks=2, lockstep=True, ordered=True, head_start=0)
+@example(seed=0, ranks=2, lockstep=True, ordered=True, head_start=0, every=1)
 def test_all_ranks_serve_at_one_poll_and_nobody_is_stuck(
-    seed: int, ranks: int, lockstep: bool, ordered: bool, head_start: int
+    seed: int, ranks: int, lockstep: bool, ordered: bool, head_start: int, every: int
 ) -> None:
     engine = Engine(seed, ranks, lockstep=lockstep, ordered=ordered, head_start=head_start)
+    for rank in engine.ranks.values():
+        rank.every = every
     engine.ask()
     engine.run(engine.all_served)
     assert engine.commit is not None
     assert {rank.served_at for rank in engine.ranks.values()} == {engine.commit.stop_at}
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32), every=st.lists(st.integers(1, 12), min_size=2, max_size=3))
+@example(seed=0, every=[5, 10])
+@example(seed=1, every=[2, 3, 7])
+def test_ranks_that_poll_at_different_steps_serve_at_one_that_all_of_them_poll_at(seed: int, every: list[int]) -> None:
+    """Nobody needs another in its steps, or a rank that waits would hold up one that has to come there."""
+    engine = Engine(seed, len(every), lockstep=False, ordered=True)
+    for rank, steps in zip(engine.ranks.values(), every, strict=True):
+        rank.every = steps
+    engine.ask()
+    engine.run(engine.all_served)
+    served_at = {rank.served_at for rank in engine.ranks.values()}
+    assert served_at == {engine.commit.stop_at}  # type: ignore[union-attr]
+    assert all(served_at.copy().pop() % steps == 0 for steps in every)
 
 
 @settings(max_examples=150)
@@ -185,32 +211,34 @@ def test_a_rank_that_passed_the_poll_declines_and_a_larger_one_is_found() -> Non
     first = lead.begin({"a": 0})
     assert first.stop_at == 1
     assert fast.answer(first) == Promise(first.ballot, False, 5)
-    assert slow.answer(first) == Promise(first.ballot, True, 0)
-    assert slow.enter() is Standing.WAIT
-    assert lead.hear("a", Promise(first.ballot, True, 0)) is None
+    assert slow.answer(first) is None
+    assert slow.enter() == Promise(first.ballot, True, 1)
+    assert lead.hear("a", Promise(first.ballot, True, 1)) is None
+    assert (lead.waiting_for, lead.stopped) == (("b",), {"a": 1})
     second = lead.hear("b", Promise(first.ballot, False, 5))
     assert isinstance(second, Propose)
     assert second.stop_at > 5
-    assert slow.answer(second) == Promise(second.ballot, True, 1)
+    assert slow.answer(second) is None
     assert slow.standing() is Standing.GO_ON
 
 
 def test_an_older_ballot_changes_nothing() -> None:
     rank = PollCounter()
     newer, older = Propose(5, 3), Propose(4, 1)
-    assert rank.answer(newer) is not None
+    assert rank.answer(newer) is None
     assert rank.answer(older) is None
     rank.release(4)
     assert not rank.commit(4)
-    assert [rank.enter() for _ in range(3)] == [Standing.GO_ON, Standing.GO_ON, Standing.WAIT]
+    assert [rank.enter() for _ in range(3)] == [None, None, Promise(5, True, 3)]
+    assert rank.standing() is Standing.WAIT
     assert rank.commit(5)
     assert rank.standing() is Standing.SERVE
 
 
 def test_steps_must_grow() -> None:
     rank = PollCounter()
-    assert rank.enter(7) is Standing.GO_ON
-    assert rank.enter() is Standing.GO_ON
+    assert rank.enter(7) is None
+    assert rank.enter() is None
     assert rank.counter == 8
     with pytest.raises(ValueError, match="poll number 8 after 8"):
         rank.enter(8)
@@ -218,7 +246,9 @@ def test_steps_must_grow() -> None:
 
 def test_steps_that_jump_over_the_poll_stop_at_the_next() -> None:
     rank = PollCounter()
-    assert rank.answer(Propose(1, 10)) is not None
-    rank.commit(1)
-    assert rank.enter(9) is Standing.GO_ON
-    assert rank.enter(12) is Standing.SERVE
+    assert rank.answer(Propose(1, 10)) is None
+    assert rank.enter(9) is None
+    assert rank.enter(12) == Promise(1, True, 12)
+    assert rank.standing() is Standing.WAIT
+    assert rank.commit(1)
+    assert rank.standing() is Standing.SERVE

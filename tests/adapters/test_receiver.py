@@ -415,7 +415,9 @@ def test_a_rank_that_does_not_poll_is_named_and_the_others_go_on(tmp_path: Path)
     with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(r, 2) for r in range(2)]}, deadline_s=6) as crew:
         crew.connect()
         crew.rollouts["a/1"].hold.set()
-        with pytest.raises(DeadlineError, match=r"prepare, version 1: no answer from engine/a/1 within 6 s"):
+        with pytest.raises(
+            DeadlineError, match=r"version 1: no answer from engine/a/1 within 6 s; engine/a/0 waits at poll"
+        ):
             crew.send(1)
         one = crew.rollouts["a/0"].adapter
         polls = one._session.counter
@@ -459,6 +461,8 @@ def test_engines_that_number_their_own_steps(tmp_path: Path) -> None:
             crew.senders[0].connect(["a"])
             crew.send(1)
             wait_for(lambda: len(stopped_at) == 2)
+            assert len({step for _, step in stopped_at}) == 1
+            assert stopped_at[0][1] % 3 == 0
         finally:
             stop.set()
             for thread in threads:

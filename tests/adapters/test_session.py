@@ -176,7 +176,7 @@ def test_a_failure_goes_up_at_once_and_the_end_frees_everybody(trio: Polling) ->
 def test_a_rank_that_wakes_after_the_end_hears_how_it_ended() -> None:
     session = Session("engine/a/0", lambda _: None, deadline_s=10.0)
     failure = Failure("VersionError", "engine/a/1", "not newer")
-    session.deliver(ProposeStop(5, Propose(1, 1)))
+    session.deliver(ProposeStop(5, Propose(1, 1), 10.0))
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(session.enter_poll, None)
         wait_for(lambda: session.counter == 1)
@@ -338,11 +338,12 @@ def test_cancel_reaches_what_is_being_done(trio: Polling) -> None:
 
 
 def test_a_rank_that_waits_too_long_at_its_poll_goes_on_and_says_so() -> None:
-    group = Group(2, deadline_s=0.3)
+    group = Group(2)
     group.silent.add("engine/a/1")
     group.say(Stop(5, 10.0))
     session = group.sessions["engine/a/0"]
-    with pytest.raises(DeadlineError, match=r"engine/a/0: promised to stop at poll 1 .* nothing was written"):
+    session.deliver(ProposeStop(5, Propose(1, 1), 0.3))
+    with pytest.raises(DeadlineError, match=r"engine/a/0: stopped at poll 1 .* nothing was written"):
         session.enter_poll(None)
     assert session.enter_poll(None) is None
     failure = group.wait().failure
@@ -405,7 +406,7 @@ def test_messages_of_a_transaction_that_is_over_change_nothing(trio: Polling) ->
 def test_an_end_before_the_poll_lets_ranks_pass_it() -> None:
     group = Group(2)
     group.say(Stop(5, 10.0))
-    group.wait()
+    wait_for(lambda: all(session._polls.has_promised for session in group.sessions.values()))
     group.say(End(5, None))
     assert [group.sessions[name].enter_poll(None) for name in group.names] == [None, None]
 
@@ -528,7 +529,7 @@ def test_a_rank_that_stages_serves_beside_its_caller_until_it_has_stopped() -> N
         session.deliver(Ask(5, step, 10.0, duty))
         wait_for(lambda step=step: len(one.answers()) == step)  # type: ignore[misc]
         assert session.enter_poll(None) is None
-    session.deliver(ProposeStop(5, Propose(1, 3)))
+    session.deliver(ProposeStop(5, Propose(1, 3), 10.0))
     session.deliver(Committed(5, 1, 10.0))
     session.deliver(Ask(5, 3, 10.0, Publish(4)))
     assert session.enter_poll(None) == 5
