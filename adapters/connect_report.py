@@ -49,6 +49,8 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Of that, what goes straight from parameter to parameter.
     mapped_bytes
         Of that again, what rollouts copy out of a trainer's shared memory, which they have mapped; the rest is read.
+    unreached
+        Opaque parameters that depend on no checkpoint tensor, as far as the probe can tell: they keep what they hold.
     """
 
     worker: str
@@ -63,6 +65,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: tuple[StageBytes, ...]
     direct_bytes: int = 0
     mapped_bytes: int = 0
+    unreached: tuple[str, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
@@ -171,6 +174,11 @@ class ConnectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{f' ({one.mapped_bytes:,} mapped)' if one.mapped_bytes else ''}"
             )
         lines += [f"  unused by {side}: {_listed(names)}" for side, names in self.unused.items() if names]
+        lines += [
+            f"  written by {one.worker}'s loader, but from no tensor: {_listed(one.unreached)}"
+            for one in self.workers
+            if one.unreached
+        ]
         lines += [f"  left out: engine {name}: {why}" for name, why in self.lost.items()]
         if self.unreadable:
             lines.append(f"  nothing is read directly: {self.unreadable}")
@@ -204,6 +212,7 @@ def describe_worker(
         ),
         direct_bytes=direct_bytes,
         mapped_bytes=mapped_bytes,
+        unreached=tuple(name for name in source_map.opaque if not entries[name].depends_on),
     )
 
 

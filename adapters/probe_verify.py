@@ -53,7 +53,8 @@ def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pa
     """The two patterns of random numbers for some checkpoint dtypes; the sign of B is opposite to that of A.
 
     Wide floats have all their mantissa bits, exponents -14..0 in A and 1..14 in B. Wide integers are below half their
-    width in A and above it in B. Bytes are all finite numbers. Tensors that hold no codes have another content in B.
+    width in A and above it in B. Bytes are all finite numbers; if positive, the lower half in A and the upper in B.
+    Tensors that hold no codes have another content in B.
     """
     a: dict[str, Bits] = {}
     b: dict[str, Bits] = {}
@@ -76,6 +77,9 @@ def _numbers(dtype: str, values: Range, letter: int, some: Words, others: Words,
         top, first, last = _BYTES[dtype]
         if values is not Range.NARROW:
             first, last = (0, top) if signed else (1, 0xFF if dtype == "U8" else top)
+        if not signed:
+            middle = (first + last) // 2
+            first, last = (first, middle) if letter == 0 else (middle + 1, last)
         bits = np.uint64(first) + some % np.uint64(last - first + 1)
         bits |= sign << np.uint64(7) if signed else np.uint64(0)
     elif dtype in _WIDE_FLOATS:

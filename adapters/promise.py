@@ -15,8 +15,8 @@ is, and the lead proposes a larger number. The lead commits when everyone has st
 
 Answers come from background threads, so a step in which ranks wait for each other never holds them up. Where not every
 step is polled, ranks stop at their first poll from K on; should these differ, the lead proposes the largest, where one
-waits already and to which the others go on. Ballots only grow, and what belongs to an older ballot is ignored: messages may
-be late or out of order. Nothing here sends, sleeps or reads a clock.
+waits already and to which the others go on. Ballots only grow, and what belongs to an older ballot is ignored: messages
+may be late or out of order. Nothing here sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Propose(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Promise(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """From a rank: the last poll it has entered, and whether it has stopped there, or else has passed what was proposed."""
+    """From a rank: the last poll it has entered, and whether it stopped there or had passed the proposed one."""
 
     ballot: Ballot
     given: bool
@@ -119,7 +119,7 @@ class PollCounter:
         return Standing.SERVE if self._committed else Standing.WAIT
 
     def answer(self, proposal: Propose) -> Promise | None:
-        """Promise to stop, of which the lead hears when it is kept, or decline; a newer proposal overtakes older ones."""
+        """Promise to stop, of which the lead hears when it is kept, or decline; older proposals change nothing."""
         if proposal.ballot <= self._ballot:
             return None
         waits_there = self.standing() is Standing.WAIT and self._counter == proposal.stop_at

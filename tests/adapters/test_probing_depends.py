@@ -143,6 +143,46 @@ def test_fresh_garbage_in_padding_is_opaque_and_depends_on_nothing() -> None:
     assert found.depends_on("p") == ()
 
 
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "abs amax": lambda w: w.abs().amax(),
+    "amax": lambda w: w.amax(),
+    "amin": lambda w: w.amin(),
+    "median": lambda w: w.abs().median(),
+    "sum": lambda w: w.sum(),
+    "not zero": lambda w: (w != 0).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F16", "BF16"])
+@pytest.mark.parametrize("elements", [40, 1000, 20_000])
+def test_reductions_of_any_dtype_and_size_name_what_they_reduce(dtype: str, elements: int) -> None:
+    """Two patterns that both hold nearly all numbers of a byte have one maximum: it seemed to come from nowhere."""
+    space = many(3, elements, dtype=dtype)
+    live = {"copy": noisy(4), **{name: noisy(()) for name in REDUCTIONS}}
+
+    def body(live: Live, weights: Weights) -> None:
+        live["copy"].copy_(weights["t1"].float()[:4])
+        for name, reduce in REDUCTIONS.items():
+            live[name].copy_(reduce(weights["t1"].float()))
+
+    found = Worker(live, body).probe(space)
+    assert set(found.opaque) >= {"abs amax", "amax", "sum"}
+    assert {found.depends_on(name) for name in found.opaque} == {("t1",)}
+
+
+def test_what_depends_on_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    space = space_of(x=("F32", 40, 8))
+    calls = iter(range(1000))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["p"].copy_(weights["x"])
+        live["warm"].fill_(min(next(calls), 3))
+
+    found = Worker({"p": noisy((40, 8)), "warm": noisy(4)}, body).probe(space)
+    assert (found.opaque, found.depends_on("warm")) == (("warm",), ())
+    assert "warm: load_weights writes 4 elements of it that change with no checkpoint tensor alone" in caplog.text
+
+
 def test_loads_grow_with_the_logarithm() -> None:
     loads = []
     for count in (8, 64, 512):

@@ -304,6 +304,21 @@ def test_opaque_parameters_go_through_their_own_loader(tmp_path: Path) -> None:
             assert sent.opaque == {"engine/a/0": ("twice",)}
 
 
+def test_connect_says_which_parameters_no_update_reaches(tmp_path: Path) -> None:
+    holding = rollout(0, 1)
+    plain, holding.tensors["warm"] = holding._load, torch.zeros(4)
+
+    def load(live: dict[str, torch.Tensor], pairs: Pairs) -> None:
+        plain(live, pairs)
+        live["warm"].fill_(min(holding.loads, 4))
+
+    holding._load = load
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [holding]}) as crew:
+        report = crew.connect()[0]
+        assert report.worker("engine/a/0").unreached == ("warm",)
+        assert "written by engine/a/0's loader, but from no tensor: warm" in str(report)
+
+
 def test_a_late_engine_joins_between_updates_and_is_not_ready_before(tmp_path: Path) -> None:
     with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
         crew.connect()
