@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -15,6 +15,7 @@ JsonValue: TypeAlias = "bool | int | float | str | bytes | Sequence[JsonValue] |
 """What metadata may consist of; tuples arrive as lists."""
 
 MAX_METADATA_BYTES = 64 << 10
+MAX_METADATA_DEPTH = 64
 
 
 def engine_name(given: str | int) -> str:
@@ -37,7 +38,7 @@ def encode_metadata(metadata: JsonValue) -> bytes:
     Raises
     ------
     UsageError
-        If it does not consist of plain values, or is too large.
+        If it does not consist of plain values, or is too large or too deep, so that no receiver could read it.
     """
     try:
         data = msgspec.msgpack.encode(metadata)
@@ -45,10 +46,31 @@ def encode_metadata(metadata: JsonValue) -> bytes:
         raise UsageError(f"metadata cannot travel: {error}; expected None, numbers, text, lists and dicts") from error
     if len(data) > MAX_METADATA_BYTES:
         raise UsageError(f"metadata takes {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} can travel")
+    decode_metadata(data)
     return data
 
 
 def decode_metadata(data: bytes) -> JsonValue:
-    """Read ``encode_metadata``'s output."""
-    value: JsonValue = msgspec.msgpack.decode(data)
-    return value
+    """Read ``encode_metadata``'s output.
+
+    Raises
+    ------
+    UsageError
+        If it is none: keys that are no plain values, or lists and dicts nested too deep.
+    """
+    try:
+        value: JsonValue = msgspec.msgpack.decode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"metadata cannot be read where it arrives: {error}; expected plain values") from error
+    level: list[object] = [value]
+    for _ in range(MAX_METADATA_DEPTH):
+        level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _inside(outer)]
+        if not level:
+            return value
+    raise UsageError(
+        f"metadata has lists or dicts nested more than {MAX_METADATA_DEPTH} deep; expected a flatter value"
+    )
+
+
+def _inside(outer: list[object] | dict[object, object]) -> Iterable[object]:
+    return outer.values() if isinstance(outer, dict) else outer

@@ -90,7 +90,7 @@ class Duties:
         When the caller's computing stopped for what is being done; CLOCK_MONOTONIC, set by the adapter.
     version
         What a rollout holds; None before its first update.
-    metadata, report
+    report
         Of the update that is being done, or was done last.
     """
 
@@ -117,7 +117,6 @@ class Duties:
         self._staged_in: tuple[float, float] | None = None
         self.stalled_since = 0.0
         self.version: int | None = None
-        self.metadata = b""
         self.report: WorkerReport | None = None
 
     @property
@@ -325,7 +324,6 @@ class Duties:
             return Prepared(self._digests(), False, time.monotonic() - start, start)
         if self.version is not None and duty.version <= self.version:
             raise VersionError(f"version {duty.version} is not newer than {self.version}, which {worker.name} has")
-        self.metadata = duty.metadata
         if worker.staging:
             return Prepared({}, False, 0.0)
         self._bound()

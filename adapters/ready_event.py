@@ -6,7 +6,8 @@ import threading
 import time
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from transfer_exec.errors import DeadlineError
+from adapters.failures import UsageError
+from transfer_exec.errors import DeadlineError, TransferError
 
 __all__ = ["ReadyEvent", "wait_for_event"]
 
@@ -51,7 +52,23 @@ def wait_for_event(event: ReadyEvent, version: int, deadline_s: float) -> None:
     ------
     DeadlineError
         If it has not within so many seconds; of an event that can only be waited for this cannot be told.
+    UsageError
+        If it is no event, or what it was asked raised.
     """
+    if not isinstance(event, (Asked, Synchronizes, Waits)):
+        raise UsageError(
+            f"send_weights({version}): ready_event is {event!r}; expected an object with query(), synchronize() or "
+            "wait()"
+        )
+    try:
+        _wait(event, version, deadline_s)
+    except TransferError:
+        raise
+    except Exception as error:
+        raise UsageError(f"send_weights({version}): ready_event {event!r} raised {error!r}") from error
+
+
+def _wait(event: ReadyEvent, version: int, deadline_s: float) -> None:
     if isinstance(event, threading.Event):
         if not event.wait(deadline_s):
             raise DeadlineError(f"send_weights({version}): ready_event did not happen within {deadline_s:g} s")

@@ -179,6 +179,7 @@ class ReceiverAdapter:
         self._duties = Duties(worker, self._session)
         self._writes: type[Duty] = Install if staging else Transfer
         self._update: Update | None = None
+        self._metadata: JsonValue = None
         self._beside: threading.Thread | None = None
         if staging:
             serve = partial(self._session.serve_beside, self._perform, self._note_end)
@@ -316,6 +317,9 @@ class ReceiverAdapter:
             raise StaleError(f"{self._station.worker} is asleep: its memory is released; call after_wake first")
         if isinstance(duty, self._writes):
             self._state = State.RECEIVING
+        if isinstance(duty, Prepare):
+            # Metadata that cannot be read refuses an update that has not begun.
+            self._metadata = decode_metadata(duty.metadata)
         result = self._duties.perform(duty)
         if isinstance(duty, Publish):
             # Before the answer leaves: whoever hears that this rank has the version must find it so, and the next
@@ -323,5 +327,5 @@ class ReceiverAdapter:
             report = self._duties.report
             assert report is not None
             parent, self._version, self._state = self._version, duty.version, State.IDLE
-            self._update = Update(duty.version, decode_metadata(self._duties.metadata), report, parent)
+            self._update = Update(duty.version, self._metadata, report, parent)
         return result

@@ -18,7 +18,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -41,7 +41,6 @@ from adapters.station import Station
 from adapters.steps import TRAINERS
 from adapters.transports import cards_of, check_transport, data_address
 from adapters.worker import Worker
-from layout_algebra.errors import LayoutError
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
 from transfer_exec.errors import TransferError
@@ -206,7 +205,6 @@ class SenderAdapter:
             (DeadlineError), a loader that cannot be probed (ProbeError), elements nobody holds (UnheldError), sides
             that do not fit (CoverageError, CorrespondenceError), ranks with different arguments (DisagreementError).
         """
-        self._begin("connect")
         names = [engines] if isinstance(engines, str) else list(engines)
         intent = ConnectIntent(
             engines=tuple(dict.fromkeys(engine_name(name) for name in names)),
@@ -221,6 +219,7 @@ class SenderAdapter:
         )
         if not intent.engines:
             raise UsageError("connect needs the name of at least one engine")
+        self._begin("connect", intent)
         if self._station.conductor is not None:
             self._station.conductor.offer_topology(topology)
         end = self._call(intent, b"", None, progress=progress)
@@ -272,9 +271,9 @@ class SenderAdapter:
         """
         called_at = time.monotonic()
         intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION), trace is not None)
-        self._begin(f"send_weights({version})")
-        data = encode_metadata(metadata)
-        failure = self._why_not(version, ready_event)
+        data, failure = self._begin(
+            f"send_weights({version})", intent, lambda: self._ready(version, metadata, ready_event)
+        )
         session = self._station.session
         self._duties.stalled_since = called_at
         until = Stage if self._staging else Transfer
@@ -332,24 +331,35 @@ class SenderAdapter:
             self._beside.join(self._deadline_s)
             self._beside = None
 
-    def _begin(self, what: str) -> None:
-        """What every collective call does first."""
+    def _begin(
+        self, what: str, intent: Intent, ready: Callable[[], tuple[bytes, Failure | None]] = lambda: (b"", None)
+    ) -> tuple[bytes, Failure | None]:
+        """What every collective call does first, ``ready`` included; the others hear of an interrupt."""
         self._station.check()
-        self._station.wait_joined(what)
-        if self._pending is not None and self._pending.succeeded(self._pending.patience_s):
-            # A failed one is told by its own result().
-            self._version = self._pending.version
-        self._end_beside()
-
-    def _why_not(self, version: int, ready_event: ReadyEvent | None) -> Failure | None:
-        """What keeps this rank from sending; the other ranks must hear of it too."""
         try:
+            self._station.wait_joined(what)
+            if self._pending is not None and self._pending.succeeded(self._pending.patience_s):
+                # A failed one is told by its own result().
+                self._version = self._pending.version
+            self._end_beside()
+            return ready()
+        except Exception:
+            raise
+        except BaseException as error:
+            self._station.session.call(intent, b"", failure_of(error, self._station.worker))
+            self._station.session.abandon(error)
+            raise
+
+    def _ready(self, version: int, metadata: JsonValue, ready_event: ReadyEvent | None) -> tuple[bytes, Failure | None]:
+        """Metadata as bytes, or what keeps this rank from sending; the other ranks must hear of it too."""
+        try:
+            data = encode_metadata(metadata)
             if ready_event is not None:
                 wait_for_event(ready_event, version, self._deadline_s * _WAIT_SHARE)
             self._duties.check_storage()
-        except (TransferError, LayoutError) as error:
-            return failure_of(error, self._station.worker)
-        return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, none of them can send
+            return b"", failure_of(error, self._station.worker)
+        return data, None
 
 
 def _whole(name: str, value: int, *, least: int, below: int | None = None) -> int:

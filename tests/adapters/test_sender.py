@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from adapters.failures import (
     CoverageError,
     DisagreementError,
+    RemoteError,
     StaleError,
     UsageError,
     VerificationError,
@@ -22,7 +24,7 @@ from adapters.failures import (
 from adapters.sender import SenderAdapter
 from layout_algebra.errors import CorrespondenceError, LoaderRaisedError, LoaderWroteNothingError
 from layout_algebra.space import CheckpointSpace, TensorSpec
-from tests.adapters.crew import Crew, wait_for
+from tests.adapters.crew import DEADLINE_S, Crew, wait_for
 from tests.adapters.toy import SPACE, Holding, copy_of, rollout, same_bits, trainer, weights
 from tests.transfer_exec.fake_device import FakeDriver, FakeEvent
 from transfer_exec.errors import BudgetError, DeadlineError, UnheldError
@@ -157,6 +159,85 @@ def test_ready_event_that_never_happens_is_an_error_on_all_ranks(event: object, 
             "ready_event",
             "trainer/0",
         )
+
+
+class Raises:
+    """An event of a device that is lost, or at which the caller is interrupted."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        raise self._error
+
+
+@pytest.mark.parametrize(("event", "words"), [(5, "ready_event is 5"), (Raises(OSError("device lost")), "device lost")])
+def test_ready_event_that_is_none_or_fails_is_an_error_on_all_ranks_at_once(
+    event: object, words: str, tmp_path: Path
+) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        began = time.monotonic()
+        events = [None, event]
+        check_refused(
+            crew, lambda sender, rank: sender.send_weights(1, ready_event=events[rank]), UsageError, words, "trainer/1"
+        )
+        assert time.monotonic() - began < DEADLINE_S / 2
+        crew.send(1)
+
+
+def test_an_interrupt_while_the_weights_are_not_ready_is_told_to_all_ranks_at_once(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+
+        def call(sender: SenderAdapter, rank: int) -> None:
+            if rank == 0:
+                sender.send_weights(1)
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    sender.send_weights(1, ready_event=Raises(KeyboardInterrupt()))
+
+        began = time.monotonic()
+        first, second = crew.trainers(call)
+        assert second.error is None
+        assert isinstance(first.error, RemoteError)
+        assert "trainer/1: KeyboardInterrupt" in str(first.error)
+        assert time.monotonic() - began < DEADLINE_S / 2
+        crew.send(1)
+
+
+def nested(depth: int) -> object:
+    value: object = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@dataclass(frozen=True)
+class Key:
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (object(), "metadata cannot travel"),
+        (b"0" * 70_000, "metadata takes 70,005 bytes"),
+        ({Key(1): 3}, "cannot be read where it arrives"),
+        (nested(65), "more than 64 deep"),
+        (nested(850), "deep"),
+    ],
+    ids=["no plain value", "large", "keys", "deep", "deeper"],
+)
+def test_metadata_that_nobody_could_read_is_refused_on_all_ranks(metadata: object, words: str, tmp_path: Path) -> None:
+    """Some of it can be written and not read: the engine had the version installed when it found out."""
+    with Crew(tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect()
+        said = [metadata, None]
+        check_refused(crew, lambda sender, rank: sender.send_weights(1, said[rank]), UsageError, words, "trainer/0")
+        assert crew.rollouts["a/0"].adapter.version is None
+        crew.trainers(lambda sender, rank: sender.send_weights(1, [nested(63), 5][rank]).result())
+        assert crew.rollouts["a/0"].adapter.version == 1
 
 
 def test_needed_elements_that_nobody_holds(tmp_path: Path) -> None:
