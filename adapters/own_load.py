@@ -42,6 +42,9 @@ __all__ = ["KEPT_BYTES", "OwnLoad"]
 KEPT_BYTES = 1 << 30
 """Copies of parameters beyond this are let go as soon as nothing feeds them any more."""
 
+_INFINITY = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
+"""Its bits; those of what is no number are larger, but for the sign."""
+
 Staged = Mapping[str, npt.NDArray[np.generic]]
 """Checkpoint tensors that arrived whole, by name: those that computed parameters depend on."""
 
@@ -223,6 +226,7 @@ class _Comparison:
         wrong = np.flatnonzero(landed != made)
         for name in self._live[number].names:
             covered = wrong[self._is_covered(name, wrong)] if name in self._map else wrong[:0]
+            covered = covered[~self._is_nan_of_another(name, covered, landed, made)]
             if len(covered):
                 at = int(covered[0])
                 self._note(
@@ -237,6 +241,19 @@ class _Comparison:
         ids = self._map.ids(name).reshape(-1)[wrong]
         known = bool(entry.depends_on) and all(tensor in self._staged for tensor in entry.depends_on)
         return np.asarray((ids > 0) | ((ids == OPAQUE) & known))
+
+    def _is_nan_of_another(self, name: str, at: IdArray, landed: Bits, made: Bits) -> npt.NDArray[np.bool_]:
+        """Which of some elements are no numbers that were converted: what is left of their bits is the processor's."""
+        if name not in self._map or self._map[name].dtype not in _INFINITY:
+            return np.zeros(len(at), dtype=np.bool_)
+        entry, space = self._map[name], self._map.space
+        of = np.maximum(self._map.ids(name).reshape(-1)[at], 1)
+        number, of_tensor = space.dtype_numbers
+        source = of_tensor[np.searchsorted(space.starts, of, side="right") - 1]
+        # Twice the bits: without the sign.
+        infinity = np.array(_INFINITY[entry.dtype] * 2, dtype=landed.dtype)
+        nan = [bits[at] << bits.dtype.type(1) > infinity for bits in (landed, made)]
+        return np.asarray((source != number.get(entry.dtype, -1)) & nan[0] & nan[1])
 
     def _describe(self, name: str, at: int) -> str:
         entry = self._map[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -300,3 +301,37 @@ def test_what_is_spoiled_after_it_landed_is_seen(tmp_path: Path, staging: tuple[
             crew.send(1)
         wait_for(lambda: bool(crew.rollouts["a/0"].errors))
         assert crew.rollouts["a/0"].adapter.state is State.TORN
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_no_number_stays_none_when_it_is_converted(budget: int) -> None:
+    """Torch and the transfer leave other bits of an F32 NaN in BF16; of a copy that is not converted all bits count."""
+    space = CheckpointSpace([TensorSpec("w", (40,), "F32"), TensorSpec("v", (40,), "BF16")])
+    live = {"w": torch.zeros(40, dtype=torch.bfloat16), "v": torch.zeros(40, dtype=torch.bfloat16)}
+
+    def load(pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            live[name].copy_(tensor)
+
+    source_map = probe(load, live, space)
+    for tensor in live.values():
+        tensor.copy_(torch.arange(40.0))
+        tensor.view(torch.int16)[7] = 0x7FC1
+    live["w"][8] = float("nan")
+    before = copy_of(live)
+
+    def nan_of_its_own(pairs: Pairs, changed: tuple[str, ...] = ("w",)) -> None:
+        for name, tensor in pairs:
+            load([(name, tensor)])
+            if name in changed:
+                live[name].view(torch.int16)[7] = -1
+
+    OwnLoad(nan_of_its_own, live, source_map, kept_bytes=budget).check({})
+    assert same_bits(live, before)
+
+    with pytest.raises(VerificationError, match=r"v: element \[7\], a copy of v.*; 1 elements differ"):
+        OwnLoad(partial(nan_of_its_own, changed=("w", "v")), live, source_map, kept_bytes=budget).check({})
+    live["w"][8] = 8.0
+    live["w"].view(torch.int16)[7] = 0x7F80
+    with pytest.raises(VerificationError, match=r"w: element \[7\], a copy of w.*; 1 elements differ"):
+        OwnLoad(nan_of_its_own, live, source_map, kept_bytes=budget).check({})
