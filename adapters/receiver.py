@@ -180,6 +180,7 @@ class ReceiverAdapter:
         self._writes: type[Duty] = Install if staging else Transfer
         self._update: Update | None = None
         self._metadata: JsonValue = None
+        self._polling = False
         self._beside: threading.Thread | None = None
         if staging:
             serve = partial(self._session.serve_beside, self._perform, self._note_end)
@@ -239,10 +240,16 @@ class ReceiverAdapter:
         DeadlineError
             If the others went silent; nothing was written, the engine may go on.
         UsageError
-            If ``step`` did not grow.
+            If ``step`` did not grow, or this rank is in a poll already: one that calls a hook, or another thread's.
         """
         self._station.check()
+        if self._polling:
+            raise UsageError(
+                f"{self._station.worker}: poll_requests was called inside poll_requests; call it once a step, on one "
+                "thread, and not from a hook or a loader"
+            )
         try:
+            self._polling = True
             txn = self._enter(step)
             return None if txn is None else self._serve(txn)
         except (UsageError, TornError):
@@ -252,6 +259,8 @@ class ReceiverAdapter:
             # Above all KeyboardInterrupt, wherever it strikes: the others must not wait for this rank.
             self._session.abandon(error)
             raise
+        finally:
+            self._polling = False
 
     def before_sleep(self) -> None:
         """Say that the engine is about to release its memory: from now on every update is refused by name."""

@@ -86,6 +86,22 @@ def test_hooks_run_once_in_order_and_see_the_right_bits(tmp_path: Path) -> None:
         assert seen == [("before", True, "idle"), ("after", True, "receiving")]
 
 
+@pytest.mark.parametrize("staging", [(), ("a",)], ids=["in place", "staged"])
+@pytest.mark.parametrize("hook", ["before_update_hook", "after_update_hook"])
+def test_a_hook_that_polls_is_told_so(hook: str, staging: tuple[str, ...], tmp_path: Path) -> None:
+    def poll() -> None:
+        with pytest.raises(UsageError, match=r"engine/a/0: poll_requests was called inside poll_requests"):
+            crew.rollouts["a/0"].adapter.poll_requests()
+        told.append(True)
+
+    told: list[bool] = []
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}, hooks={hook: poll}, staging=staging) as crew:
+        crew.connect()
+        crew.send(1)
+        assert crew.rollouts["a/0"].errors == []
+        assert told == [True]
+
+
 def test_hooks_do_not_run_on_a_rank_that_gets_nothing(tmp_path: Path) -> None:
     ran: list[str] = []
     draft = Holding({"draft": torch.ones(3)}, lambda live, pairs: None)
