@@ -233,7 +233,7 @@ class Duties:
             memory = live_memory(worker.parameters)
             takes_part = {tensor.name for tensor in program.tensors if not tensor.staged} | set(source_map.opaque)
             mapped = [program.tensors[position].name for position in program.mapped]
-            self._storage = Storage.of(memory, mapped=mapped).only(sorted(takes_part))
+            self._storage = Storage.of(memory, mapped=mapped).only(sorted(takes_part), worker.name)
             self._moved = False
         staged = [tensor.name for tensor in program.tensors if tensor.staged]
         self._proof = plan_proof(source_map, duty.cells, staged=staged, threads=torch.get_num_threads(), tensors=memory)
@@ -286,7 +286,7 @@ class Duties:
         if copies is None or self._copies_of is not self._probed or copies.source_map.digest() != source_map.digest():
             self._copies = None
             live = live_memory(worker.parameters)
-            self._storage = Storage.of(live).only(_taking_part(source_map))
+            self._storage = Storage.of(live).only(_taking_part(source_map), worker.name)
             copies = HostCopies(
                 worker.name,
                 live,
@@ -329,8 +329,7 @@ class Duties:
         self._bound()
         if not self._moved:
             self.check_storage()
-        if self._gets_bytes:
-            _run_hook(worker.before_update, "before_update_hook")
+        self._before_update()
         return Prepared({}, self._moved, 0.0)
 
     def _transfer(self, version: int, *, trace: bool) -> Transferred:
@@ -357,13 +356,12 @@ class Duties:
         worker = self._worker
         if self._moved:
             live = live_memory(worker.parameters)
+            self._storage = Storage.of(live).only(_taking_part(self._known_map()), worker.name)
             self._known_copies().attach(live)
-            self._storage = Storage.of(live).only(_taking_part(self._known_map()))
             self._moved = False
         else:
             self.check_storage()
-        if self._gets_bytes:
-            _run_hook(worker.before_update, "before_update_hook")
+        self._before_update()
 
     def _install(self) -> Installed:
         worker, source_map = self._worker, self._known_map()
@@ -387,6 +385,13 @@ class Duties:
         return installed
 
     # Inside
+
+    def _before_update(self) -> None:
+        """Call the user's hook, after which everything must still be where it was."""
+        if self._gets_bytes and self._worker.before_update is not None:
+            _run_hook(self._worker.before_update, "before_update_hook")
+            if not self._moved:
+                self.check_storage()
 
     def _check_in_place(self) -> None:
         """Whether parameters hold what has landed: it may have landed beside them, and a loader has run since.

@@ -6,7 +6,7 @@ address by now. Only tensors that take part are compared: a table that the engin
 matter.
 
 >>> tensors = {"w": torch.zeros(2, 3), "scratch": torch.zeros(4)}
->>> before = Storage.of(tensors).only(["w"])
+>>> before = Storage.of(tensors).only(["w"], "engine/a/0")
 >>> tensors["w"].add_(1); tensors["scratch"] = torch.zeros(4)         # doctest: +SKIP
 >>> before.check(Storage.of(tensors), "engine/a/0")
 >>> before.check(Storage.of({"w": torch.zeros(2, 3)}), "engine/a/0")
@@ -76,8 +76,21 @@ class Storage:
                 places[name] = places[name]._replace(file=file)
         return Storage(MappingProxyType(places))
 
-    def only(self, names: Iterable[str]) -> Storage:
-        """The places of these tensors."""
+    def only(self, names: Iterable[str], worker: str) -> Storage:
+        """The places of these tensors.
+
+        Raises
+        ------
+        StaleError
+            Naming the first one that is not there.
+        """
+        names = list(names)
+        for name in names:
+            if name not in self.places:
+                raise StaleError(
+                    f"{name} on {worker}: it is not among `parameters` any more, as it was when the worker was probed; "
+                    "nothing was written, call connect again"
+                )
         return Storage(MappingProxyType({name: self.places[name] for name in names}))
 
     def check(self, now: Storage, worker: str) -> None:

@@ -270,6 +270,51 @@ def test_an_update_while_asleep_is_refused_and_memory_is_bound_again_after_wakin
         assert same_bits(one.holding.tensors, one.holding.expected(2))
 
 
+@pytest.mark.parametrize("staging", [(), ("a",)], ids=["in place", "staged"])
+def test_a_parameter_that_does_not_come_back_after_sleep_is_named(staging: tuple[str, ...], tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}, staging=staging) as crew:
+        crew.connect()
+        crew.send(1)
+        one = crew.rollouts["a/0"]
+        one.hold.set()
+        time.sleep(0.02)
+        one.adapter.before_sleep()
+        lost = one.holding.tensors.pop("stack")
+        one.adapter.after_wake()
+        one.hold.clear()
+        with pytest.raises(StaleError, match=r"stack on engine/a/0: it is not among `parameters` any more"):
+            crew.send(2)
+        assert one.adapter.state is State.IDLE
+        one.holding.tensors["stack"] = lost
+        crew.send(3)
+        assert same_bits(one.holding.tensors, one.holding.expected(3))
+
+
+@pytest.mark.parametrize("staging", [(), ("a",)], ids=["in place", "staged"])
+def test_a_before_hook_that_replaces_storage_refuses_the_update(staging: tuple[str, ...], tmp_path: Path) -> None:
+    """It ran after storage had been looked at: the bytes went to memory that the engine no longer used."""
+    holding = rollout(0, 1)
+
+    def replace() -> None:
+        if len(calls) == 1:
+            holding.tensors["stack"] = holding.tensors["stack"].clone()
+        calls.append(None)
+
+    calls: list[None] = []
+    with Crew(
+        tmp_path, [trainer(0, 1)], {"a": [holding]}, hooks={"before_update_hook": replace}, staging=staging
+    ) as crew:
+        crew.connect()
+        crew.send(1)
+        with pytest.raises(StaleError, match=r"stack on engine/a/0: parameter storage replaced since connect"):
+            crew.send(2)
+        assert crew.rollouts["a/0"].adapter.version == 1
+        assert same_bits(holding.tensors, holding.expected(1))
+        crew.connect()
+        crew.send(3)
+        assert same_bits(holding.tensors, holding.expected(3))
+
+
 def test_sleep_takes_back_a_promise(tmp_path: Path) -> None:
     with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(r, 2) for r in range(2)]}) as crew:
         crew.connect()

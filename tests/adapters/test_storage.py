@@ -11,7 +11,7 @@ from adapters.storage import Storage, live_memory
 
 def changed(make: object) -> tuple[Storage, Storage]:
     block = torch.zeros(4, 6)
-    before = Storage.of({"w": block, "other": torch.zeros(1)}).only(["w"])
+    before = Storage.of({"w": block, "other": torch.zeros(1)}).only(["w"], "engine/a/0")
     return before, Storage.of({"w": make(block)})  # type: ignore[operator]
 
 
