@@ -15,6 +15,7 @@ import numpy as np
 from adapters.failures import CoverageError, UsageError
 from layout_algebra.correspondence import Correspondence, correspond
 from layout_algebra.dtypes import dtype_of
+from layout_algebra.residues import holds_codes
 from layout_algebra.runs import RunTable
 from layout_algebra.source_map import EMPTY, OPAQUE, SourceMap
 from layout_algebra.space import CheckpointSpace, natural_key
@@ -96,7 +97,7 @@ def make_connection(
     correspondence = correspond(holders, needers, cast=cast)
     kept: tuple[str, ...] = ()
     if correspondence.unheld():
-        needers, kept = _without_unheld(correspondence, needers, allow_partial)
+        needers, kept = _without_unheld(correspondence, holders, needers, allow_partial)
         correspondence = correspond(holders, needers, cast=cast)
     plan = make_plan(correspondence, topology, buffer_bytes=buffer_bytes, round_overhead_s=ROUND_OVERHEAD_S)
     return Connection(holders, needers, correspondence, plan, kept)
@@ -176,7 +177,10 @@ def _check_loaders(needers: Mapping[str, SourceMap], allowed: Collection[str]) -
 
 
 def _without_unheld(
-    correspondence: Correspondence, needers: Mapping[str, SourceMap], allowed: Collection[str]
+    correspondence: Correspondence,
+    holders: Mapping[str, SourceMap],
+    needers: Mapping[str, SourceMap],
+    allowed: Collection[str],
 ) -> tuple[dict[str, SourceMap], tuple[str, ...]]:
     """Needers' maps without the unheld elements that may keep old values; all others are refused."""
     space = correspondence.space
@@ -201,7 +205,7 @@ def _without_unheld(
             kept.append(f"{worker}: {name}")
         out[worker] = SourceMap(space, {n: changed.get(n, source_map[n]) for n in source_map.parameters})
     if refused:
-        raise UnheldError(_describe_unheld(space, refused))
+        raise UnheldError(_describe_unheld(space, holders, refused))
     return out, tuple(kept)
 
 
@@ -222,7 +226,7 @@ def _ids_of(space: CheckpointSpace, tensor: str) -> RunTable:
     return RunTable.from_intervals([space.id_range(tensor)])
 
 
-def _describe_unheld(space: CheckpointSpace, refused: Mapping[str, RunTable]) -> str:
+def _describe_unheld(space: CheckpointSpace, holders: Mapping[str, SourceMap], refused: Mapping[str, RunTable]) -> str:
     workers: dict[str, list[str]] = {}
     for worker, runs in refused.items():
         for name in _tensors_of(space, runs):
@@ -231,13 +235,26 @@ def _describe_unheld(space: CheckpointSpace, refused: Mapping[str, RunTable]) ->
             ranges = ", ".join(f"{a}:{b}" for a, b in inside[:3].tolist()) + (", ..." if len(inside) > 3 else "")
             elements = int((inside[:, 1] - inside[:, 0]).sum())
             whole = f"all {elements} elements" if elements == space.spec(name).elements else f"elements {ranges}"
-            workers.setdefault(f"{name} ({whole})", []).append(worker)
+            workers.setdefault(f"{name} ({whole}{_why_unheld(space, holders, name)})", []).append(worker)
     lines = [f"{what}, needed by {_listed(needers)}" for what, needers in workers.items()]
     return (
         f"no trainer holds {'; '.join(lines[:_NAMES_SHOWN])}"
         + (f"; and {len(lines) - _NAMES_SHOWN} more" if len(lines) > _NAMES_SHOWN else "")
         + ". Hold them on a trainer, or name them in allow_partial to let the rollouts keep their values"
     )
+
+
+def _why_unheld(space: CheckpointSpace, holders: Mapping[str, SourceMap], tensor: str) -> str:
+    """Why no trainer holds a tensor although some loader uses it; empty if none does."""
+    dtype = space.spec(tensor).dtype
+    for worker in sorted(holders, key=natural_key):
+        source_map = holders[worker]
+        made = [name for name in source_map.opaque if tensor in source_map.depends_on(name)]
+        if made and not holds_codes(dtype):
+            return f"; {worker} loads it into {made[0]}, but elements of {dtype} cannot be told apart, so not sent"
+        if made:
+            return f"; {worker} has it only in {made[0]}, which its loader computes, and only copies can be sent"
+    return ""
 
 
 def _used(maps: Iterable[SourceMap]) -> set[str]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.connect_report import ConnectReport, StageBytes, WorkerSummary, _bytes_of, describe_worker
 from adapters.failures import CoverageError, UsageError, VerificationError
 from adapters.planning import make_connection, topology_of_hosts
+from adapters.probing import probe
 from adapters.verification import cells_of, check_digests, check_holders, plan_proof
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
+from tests.fakes import space_of
 from transfer_exec.errors import UnheldError
 from transfer_exec.topology import Engine, Node, Topology
 
@@ -66,6 +70,29 @@ def test_unheld_elements_are_named_with_range_and_ranks() -> None:
     assert "a (elements 2:4), needed by engine/e/0" in text
     assert "c (elements 0:1), needed by engine/e/0" in text
     assert "engine/e/1" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        ("F32", r"m \(all 6 elements; trainer/0 has it only in m, which its loader computes"),
+        ("BOOL", r"m \(all 6 elements; trainer/0 loads it into m, but elements of BOOL cannot be told apart"),
+    ],
+)
+def test_what_trainers_load_and_cannot_send_is_told_from_what_they_do_not_hold(dtype: str, words: str) -> None:
+    space = space_of(w=("F32", 8), m=(dtype, 6))
+
+    def maps(computed: str) -> SourceMap:
+        live = {"w": torch.zeros(8), "m": torch.zeros(6)}
+
+        def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in pairs:
+                live[name].copy_(tensor * 2 if name == computed else tensor)
+
+        return probe(load, live, space)
+
+    with pytest.raises(UnheldError, match=words):
+        connect({"trainer/0": maps("m")}, {"engine/e/0": maps("")})
 
 
 def test_only_what_is_named_may_be_kept() -> None:
