@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
 from adapters.failures import UsageError
 
-__all__ = ["JsonValue", "decode_metadata", "encode_metadata", "engine_name"]
+__all__ = [
+    "JsonValue",
+    "check_seconds",
+    "check_trace",
+    "check_whole",
+    "decode_metadata",
+    "encode_metadata",
+    "engine_name",
+    "names_of",
+]
 
 JsonValue: TypeAlias = "bool | int | float | str | bytes | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 """What metadata may consist of; tuples arrive as lists."""
 
+MAX_NAME_CHARACTERS = 128
+MAX_SECONDS = 1e6
 MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 64
 
@@ -24,12 +37,70 @@ def engine_name(given: str | int) -> str:
     Raises
     ------
     UsageError
-        If it is empty or has a slash.
+        If it is no name, empty or long, has a slash, or cannot be written in UTF-8.
     """
-    name = str(given).removeprefix("engine/")
-    if not name or "/" in name:
+    name = str(given).removeprefix("engine/") if isinstance(given, (str, int)) else ""
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or "/" in name or any("\ud800" <= one <= "\udfff" for one in name):
         raise UsageError(f"engine name {given!r}: expected a short name without slashes, such as 'a' or '0'")
     return name
+
+
+def names_of(argument: str, given: Iterable[str | int] | str | int | None) -> list[str]:
+    """What users pass where several names are meant: one name, several, or None for none.
+
+    Raises
+    ------
+    UsageError
+        If it is something else.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    names = [] if given is None else list(given) if several else [given]
+    if not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
+        raise UsageError(f"{argument} is {given!r}; expected names")
+    return [str(name) for name in names]
+
+
+def check_whole(argument: str, value: int, *, least: int, most: int) -> int:
+    """A whole number within bounds.
+
+    Raises
+    ------
+    UsageError
+        If it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UsageError(f"{argument} is {value!r}; expected an integer of at least {least} and at most {most}")
+    return value
+
+
+def check_seconds(argument: str, value: float, *, zero: bool = False) -> float:
+    """A time, above zero unless ``zero`` is allowed.
+
+    Raises
+    ------
+    UsageError
+        If it is none, or longer than anybody waits.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (value > 0 or (zero and value == 0)) or value > MAX_SECONDS:
+        bound = "of at least zero" if zero else "above zero"
+        raise UsageError(f"{argument} is {value!r}; expected seconds {bound}, at most {MAX_SECONDS:g}")
+    return value
+
+
+def check_trace(path: str | Path) -> None:
+    """Refuse a path to which no trace can be written.
+
+    Raises
+    ------
+    UsageError
+        If it is a folder, or in none, or not to be written.
+    """
+    where = Path(path)
+    if where.is_dir() or not where.parent.is_dir():
+        raise UsageError(f"trace is {str(path)!r}; expected a file in a folder that exists")
+    if not os.access(where if where.exists() else where.parent, os.W_OK):
+        raise UsageError(f"trace is {str(path)!r}, which this process may not write")
 
 
 def encode_metadata(metadata: JsonValue) -> bytes:

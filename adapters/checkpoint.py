@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from adapters.failures import CheckpointError
+from adapters.failures import CheckpointError, UsageError
 from layout_algebra.errors import LayoutError
 from layout_algebra.space import CheckpointSpace, TensorSpec
 
@@ -55,6 +55,10 @@ class Checkpoint:
         """Take what users pass: a folder, or a space whose values are not on disk."""
         if isinstance(source, CheckpointSpace):
             return Checkpoint(source, MappingProxyType({}))
+        if not isinstance(source, (str, Path)):
+            raise UsageError(
+                f"checkpoint is a {type(source).__name__}; expected a folder of safetensors, or a CheckpointSpace"
+            )
         return Checkpoint.open(source)
 
     @staticmethod

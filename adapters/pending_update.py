@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters.failures import raise_failure
+from adapters.arguments import check_seconds
+from adapters.failures import UsageError, raise_failure
 from adapters.messages import End
 from adapters.probe_worker import Progress
 from adapters.session import Session
@@ -68,8 +69,10 @@ class PendingUpdate:
             If the update has not ended by then; it goes on, and ``result`` may be called again.
         TransferError
             Why some engine does not have the version; the message names them.
+        UsageError
+            If ``timeout_s`` is no time, or the trace cannot be written.
         """
-        waited_s = self.patience_s if timeout_s is None else timeout_s
+        waited_s = self.patience_s if timeout_s is None else check_seconds("timeout_s", timeout_s, zero=True)
         end = self._wait(waited_s, self._progress)
         if end is None:
             raise DeadlineError(
@@ -79,8 +82,15 @@ class PendingUpdate:
         if end.failure is not None:
             raise_failure(end.failure)
         report = read_report(end.outcome)
-        if self.trace is not None:
-            write_trace(report, self.trace)
+        path, self.trace = self.trace, None
+        if path is not None:
+            try:
+                write_trace(report, path)
+            except OSError as error:
+                raise UsageError(
+                    f"version {self._version} is confirmed by every engine, but its trace cannot be written: {error}; "
+                    "result() called again gives the report"
+                ) from error
         return report
 
     def succeeded(self, within_s: float) -> bool:

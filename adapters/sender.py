@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from adapters.arguments import JsonValue, encode_metadata, engine_name
+from adapters.arguments import JsonValue, check_trace, check_whole, encode_metadata, engine_name, names_of
 from adapters.checkpoint import Checkpoint
 from adapters.connect_report import ConnectReport
 from adapters.duties import Duties
@@ -50,7 +50,8 @@ __all__ = ["PendingUpdate", "ReadyEvent", "SenderAdapter"]
 
 DEFAULT_DEADLINE_S = 300.0
 DEFAULT_BUFFER_BYTES = 256 << 20
-MAX_VERSION = 1 << 40
+MAX_BUFFER_BYTES = 1 << 50
+MAX_VERSION = (1 << 40) - 1
 
 _STEPS_AFTER, _STEPS_BESIDE = 4, 8
 """Deadlines that what is left of an update can take: after this rank's last bytes, and after they were staged."""
@@ -205,11 +206,14 @@ class SenderAdapter:
             (DeadlineError), a loader that cannot be probed (ProbeError), elements nobody holds (UnheldError), sides
             that do not fit (CoverageError, CorrespondenceError), ranks with different arguments (DisagreementError).
         """
-        names = [engines] if isinstance(engines, str) else list(engines)
+        if topology is not None and not isinstance(topology, Topology):
+            raise UsageError(
+                f"topology is a {type(topology).__name__}; expected a Topology, or None for assumed speeds"
+            )
         intent = ConnectIntent(
-            engines=tuple(dict.fromkeys(engine_name(name) for name in names)),
-            buffer_bytes=_whole("buffer_bytes", buffer_bytes, least=1),
-            allow_partial=tuple(sorted([allow_partial] if isinstance(allow_partial, str) else allow_partial)),
+            engines=tuple(dict.fromkeys(engine_name(name) for name in names_of("engines", engines))),
+            buffer_bytes=check_whole("buffer_bytes", buffer_bytes, least=1, most=MAX_BUFFER_BYTES),
+            allow_partial=tuple(sorted(names_of("allow_partial", allow_partial))),
             transport=self._transport,
             verify=self._verify,
             cast=self._cast,
@@ -270,9 +274,9 @@ class SenderAdapter:
             moved, engines that did not finish are torn until an update succeeds.
         """
         called_at = time.monotonic()
-        intent = SendIntent(_whole("version", version, least=0, below=MAX_VERSION), trace is not None)
+        intent = SendIntent(check_whole("version", version, least=0, most=MAX_VERSION), trace is not None)
         data, failure = self._begin(
-            f"send_weights({version})", intent, lambda: self._ready(version, metadata, ready_event)
+            f"send_weights({version})", intent, lambda: self._ready(version, metadata, ready_event, trace)
         )
         session = self._station.session
         self._duties.stalled_since = called_at
@@ -350,19 +354,17 @@ class SenderAdapter:
             self._station.session.abandon(error)
             raise
 
-    def _ready(self, version: int, metadata: JsonValue, ready_event: ReadyEvent | None) -> tuple[bytes, Failure | None]:
+    def _ready(
+        self, version: int, metadata: JsonValue, ready_event: ReadyEvent | None, trace: str | Path | None
+    ) -> tuple[bytes, Failure | None]:
         """Metadata as bytes, or what keeps this rank from sending; the other ranks must hear of it too."""
         try:
             data = encode_metadata(metadata)
+            if trace is not None and self._rank == 0:
+                check_trace(trace)
             if ready_event is not None:
                 wait_for_event(ready_event, version, self._deadline_s * _WAIT_SHARE)
             self._duties.check_storage()
         except Exception as error:  # noqa: BLE001 - whatever it is, none of them can send
             return b"", failure_of(error, self._station.worker)
         return data, None
-
-
-def _whole(name: str, value: int, *, least: int, below: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (below is not None and value >= below):
-        raise UsageError(f"{name} is {value!r}; expected an integer of at least {least}")
-    return value

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from adapters.arguments import check_seconds
 from adapters.conductor import Conductor
 from adapters.control import Post
 from adapters.failures import ClosedError, Failure, UsageError, failure_of
@@ -59,7 +60,6 @@ from transfer_exec.errors import DeadlineError
 
 __all__ = ["Station", "host_identity"]
 
-_LONGEST_DEADLINE_S = 1e6
 _BEFORE_OTHERS = 100
 _LOOK_S = 0.1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -106,10 +106,7 @@ class Station:
         beside: bool = False,
     ) -> None:
         _check_rank(group, rank, world_size)
-        if not 0 < deadline_s <= _LONGEST_DEADLINE_S:
-            raise UsageError(
-                f"deadline_s is {deadline_s!r}; expected seconds above zero, at most {_LONGEST_DEADLINE_S:g}"
-            )
+        check_seconds("deadline_s", deadline_s)
         self.worker = f"{group}/{rank}"
         self._group, self._rank, self._world_size = group, rank, world_size
         self._transport, self._version = transport, version

@@ -44,7 +44,7 @@ def check_transport(transport: str) -> str:
     UsageError
         If there is none of that name, or it has no cards to choose from.
     """
-    name, colon, _ = transport.partition(":")
+    name, colon, _ = transport.partition(":") if isinstance(transport, str) else (transport, "", "")
     if name not in ("auto", *_KNOWN):
         raise UsageError(
             f"transport {transport!r} is not available; pass 'auto', 'shared_memory' (one machine), "

@@ -611,8 +611,9 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         make(transport="nixl")
     with pytest.raises(UsageError, match=r"rank -1 of world_size 1"):
         make(rank=-1)
-    with pytest.raises(UsageError, match=r"engine name ''"):
-        make(engine="")
+    for name in ("", None, "\ud800"):
+        with pytest.raises(UsageError, match=r"engine name .*: expected a short name"):
+            make(engine=name)
     with pytest.raises(UsageError, match=r"rendezvous is a int"):
         make(rendezvous=5)
 

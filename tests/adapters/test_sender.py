@@ -573,21 +573,62 @@ def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
         make(verify="maybe")
     with pytest.raises(UsageError, match=r"rank 3 of world_size 1"):
         make(rank=3)
-    for deadline_s in (0, -1, float("inf"), float("nan")):
+    with pytest.raises(UsageError, match=r"transport None is not available"):
+        make(transport=None)
+    with pytest.raises(UsageError, match=r"checkpoint is a NoneType; expected a folder"):
+        SenderAdapter(held.load_weights, held.parameters, None, rank=0, world_size=1, rendezvous=tmp_path)  # type: ignore[arg-type]
+    for deadline_s in (0, -1, float("inf"), float("nan"), "3", None, True):
         with pytest.raises(UsageError, match=r"deadline_s is"):
             make(deadline_s=deadline_s)
     sender = make()
     try:
         with pytest.raises(UsageError, match=r"version is 'one'"):
             sender.send_weights("one")  # type: ignore[arg-type]
+        with pytest.raises(
+            UsageError, match=r"version is 1099511627776; expected an integer of at least 0 and at most"
+        ):
+            sender.send_weights(1 << 40)
         with pytest.raises(UsageError, match=r"metadata cannot travel"):
             sender.send_weights(1, metadata=object())  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"at least one engine"):
-            sender.connect([])
-        with pytest.raises(UsageError, match=r"engine name 'a/b'"):
-            sender.connect(["a/b"])
+        for path, words in ((tmp_path, "a file in a folder"), (tmp_path / "none" / "t.json", "a folder that exists")):
+            with pytest.raises(UsageError, match=rf"trace is .*{words}"):
+                sender.send_weights(1, trace=path)
+        for engines in ([], None):
+            with pytest.raises(UsageError, match=r"at least one engine"):
+                sender.connect(engines)  # type: ignore[arg-type]
+        for name in ("a/b", "", "\ud800", "n" * 200):
+            with pytest.raises(UsageError, match=r"engine name .*: expected a short name"):
+                sender.connect([name])
+        for engines in (5.0, [None], [b"a"], True):
+            with pytest.raises(UsageError, match=r"engines is .*; expected names"):
+                sender.connect(engines)  # type: ignore[arg-type]
+        for allowed in (5.0, [None]):
+            with pytest.raises(UsageError, match=r"allow_partial is .*; expected names"):
+                sender.connect(["a"], allow_partial=allowed)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"topology is a int; expected a Topology"):
+            sender.connect(["a"], topology=5)  # type: ignore[arg-type]
+        for buffer_bytes in (0, 1.5, 1 << 60):
+            with pytest.raises(UsageError, match=r"buffer_bytes is .*; expected an integer"):
+                sender.connect(["a"], buffer_bytes=buffer_bytes)  # type: ignore[arg-type]
     finally:
         sender.close()
+
+
+def test_a_result_waits_for_a_time_and_its_trace_is_no_reason_to_lose_the_report(tmp_path: Path) -> None:
+    with Crew(tmp_path, [trainer(0, 1)], {"a": [rollout(0, 1)]}) as crew:
+        crew.connect(allow_partial=None)
+        folder = tmp_path / "traces"
+        folder.mkdir()
+        pending = crew.senders[0].send_weights(1, trace=folder / "t.json")
+        for timeout_s in (-1, "3", float("nan"), float("inf"), 1e308):
+            with pytest.raises(UsageError, match=r"timeout_s is .*; expected seconds of at least zero"):
+                pending.result(timeout_s=timeout_s)  # type: ignore[arg-type]
+        folder.rmdir()
+        with pytest.raises(
+            UsageError, match=r"version 1 is confirmed by every engine, but its trace cannot be written"
+        ):
+            pending.result()
+        assert pending.result().version == 1
 
 
 def test_weights_of_versions_differ() -> None:
