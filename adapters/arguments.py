@@ -53,8 +53,11 @@ def names_of(argument: str, given: Iterable[str | int] | str | int | None) -> li
     UsageError
         If it is something else.
     """
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    names = [] if given is None else list(given) if several else [given]
+    names: list[object] = []
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        names = list(given)
+    elif given is not None:
+        names = [given]
     if not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise UsageError(f"{argument} is {given!r}; expected names")
     return [str(name) for name in names]
