@@ -10,6 +10,8 @@ from layout_algebra._jit import kernel
 from layout_algebra._kernels import join_entries
 from layout_algebra.dtypes import IdArray
 
+_KEPT_STEPS = 16
+
 
 @kernel
 def _goes_on(live: Bits, index: int, way: int, table: Bits, place: int, step: int, first: int, window: int) -> bool:
@@ -43,8 +45,9 @@ def _bounds(ranked: Bits, value: int) -> tuple[int, int]:
 
 @kernel
 def name_elements(
-    live: Bits, width: int, elements: IdArray, table: Bits, order: IdArray, ranked: Bits, window: int, places: IdArray
-) -> None:
+    live: Bits, width: int, elements: IdArray, table: Bits, order: IdArray, ranked: Bits, window: int,
+    all_or_none: bool, places: IdArray,
+) -> None:  # fmt: skip
     """Find where in a table some elements come from, by their neighbours in the row.
 
     Parameters
@@ -60,11 +63,15 @@ def name_elements(
     window
         How many elements must fit: those from an element on to the right, or else to the left, which stand in the
         table at even steps.
+    all_or_none
+        Whether to give up at the first element that is not found.
     places
         Result, one an element; those that are not negative are left as they are, those not found stay negative.
     """
     period = len(table)
     last_step, last_index, last_place = 1, 0, 0
+    steps = np.ones(_KEPT_STEPS, dtype=np.int64)  # most pieces of a worker go on in one of a few steps
+    kept = 1
     for number in range(len(elements)):
         if places[number] >= 0:
             continue
@@ -82,15 +89,16 @@ def name_elements(
         if places[number] >= 0:
             continue
         first, stop = _bounds(ranked, live[index])
-        for attempt in range(4):
+        for attempt in range(2 * (min(kept, _KEPT_STEPS) + 1)):
             way = 1 if attempt % 2 == 0 else -1
             if places[number] >= 0 or (width - column if way == 1 else column + 1) < window:
                 continue
-            if attempt < 2:  # most pieces of a parameter go on in the same steps
-                step = last_step if way == 1 else period - last_step
+            if attempt // 2 < min(kept, _KEPT_STEPS):
+                known = steps[attempt // 2]
                 for k in range(first, stop):
-                    if _goes_on(live, index, way, table, order[k], step, 1, window):
+                    if _goes_on(live, index, way, table, order[k], known if way == 1 else period - known, 1, window):
                         places[number] = order[k]
+                        last_step = known
                         break
                 continue
             second, end = _bounds(ranked, live[index + way])
@@ -100,11 +108,15 @@ def name_elements(
                     if _goes_on(live, index, way, table, order[k], step, 2, window):
                         places[number] = order[k]
                         last_step = step if way == 1 else (period - step) % period
+                        steps[kept % _KEPT_STEPS] = last_step
+                        kept += 1
                         break
                 if places[number] >= 0:
                     break
         if places[number] >= 0:
             last_index, last_place = index, places[number]
+        elif all_or_none:
+            return
 
 
 @kernel
@@ -127,6 +139,29 @@ def distinct(numbers: IdArray) -> IdArray:
             out[count] = number
             count += 1
     return out[:count]
+
+
+@kernel
+def places_around(places: IdArray, width: int, size: int) -> IdArray:
+    """Some places of a matrix and those beside them in all eight directions, ascending, each once.
+
+    Parameters
+    ----------
+    places
+        Ascending, each once.
+    width, size
+        Of the matrix: of a row, and of all.
+    """
+    out = np.empty(9 * len(places), dtype=np.int64)
+    count = 0
+    for place in places:
+        for row in (-1, 0, 1):
+            for column in (-1, 0, 1):
+                beside = place + row * width + column
+                if 0 <= beside < size and 0 <= place % width + column < width:
+                    out[count] = beside
+                    count += 1
+    return distinct(out[:count])
 
 
 @kernel
@@ -193,6 +228,7 @@ def join_names(
     all_value = np.empty(last + len(places), dtype=np.int64)
     for k in range(last):
         all_place[k], all_value[k] = place[k], np.int64(value[k])
+    count = last
     for k in range(len(places)):
         total = np.int64(0)
         for row in range(min(places[k] // width, 2) + 1):
@@ -200,9 +236,11 @@ def join_names(
             for column in range(min(places[k] % width, 2) + 1):  # those to the left stand before it in the list
                 weight = (-2 if row == 1 else 1) * (-2 if column == 1 else 1)
                 total += weight * numbers[at - column]
-        all_place[last + k], all_value[last + k] = places[k], total % moduli[-1]
+        if total % moduli[-1]:
+            all_place[count], all_value[count] = places[k], total % moduli[-1]
+            count += 1
     all_starts = np.empty(len(moduli) + 1, dtype=np.int64)
     for k in range(len(moduli)):
         all_starts[k] = starts[k]
-    all_starts[-1] = len(all_place)
-    return join_entries(all_place, all_value, all_starts, moduli, inverses)
+    all_starts[-1] = count
+    return join_entries(all_place[:count], all_value[:count], all_starts, moduli, inverses)

@@ -47,6 +47,46 @@ def stream_bits(source: Bits, target: Bits) -> None:
 
 
 @kernel
+def _random_word(seed: np.uint64, number: int) -> np.uint64:
+    """One of 2**64 words of 64 random bits (splitmix64)."""
+    word = seed + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+@kernel
+def random_floats(
+    out: Bits, sign_seed: np.uint64, seed: np.uint64, mantissa_bits: int, first: int, count: int, sign: int
+) -> None:
+    """Random bits of a float format, all mantissas and a range of exponents alike.
+
+    Parameters
+    ----------
+    out
+        Result.
+    sign_seed, seed
+        Of the signs, and of all else.
+    mantissa_bits, first, count
+        The format's stored mantissa, its smallest exponent field, and how many follow on each other.
+    sign
+        0 for positive numbers, 1 for signs of their seed, 2 for the opposite.
+    """
+    top = np.uint64(8 * out.itemsize - 1)
+    width = np.uint64(mantissa_bits)
+    mask = (np.uint64(1) << width) - np.uint64(1)
+    for number in range(len(out)):
+        word = _random_word(seed, number)
+        # The exponent comes from the lowest 16 bits, the mantissa from others, or from another word.
+        exponent = (word & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16)
+        mantissa = (word >> np.uint64(16) if mantissa_bits <= 48 else _random_word(~seed, number)) & mask
+        bits = (exponent + np.uint64(first)) << width | mantissa
+        if sign:
+            bits |= (_random_word(sign_seed, number) >> np.uint64(63) ^ np.uint64(sign - 1)) << top
+        out[number] = bits
+
+
+@kernel
 def fill_periodic(out: Bits, table: Bits, phase: int) -> None:
     """``out[i] = table[(phase + i) % len(table)]``; what a cache would not hold is not read into it for that."""
     item = out.itemsize

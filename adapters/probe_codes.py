@@ -14,6 +14,7 @@ from typing import TypeAlias
 from adapters.probe_claims import Codes, claims_of_codes, claims_of_values
 from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import LiveTensor
+from adapters.probe_moves import MoveWatch
 from adapters.probe_readings import OpenReadings, Reading
 from adapters.probe_verify import Claims
 from adapters.probe_worker import ProbedWorker
@@ -59,8 +60,8 @@ class CodePasses:
         self.passes = tuple(passes)
         self.steady: AllClaims = {}
 
-    def load(self, number: int) -> None:
-        """Make one of the passes."""
+    def load(self, number: int, watch: MoveWatch | None = None) -> None:
+        """Make one of the passes, watched if asked."""
         one_pass = self.passes[number]
 
         def read() -> tuple[dict[tuple[str, Reading], Diff2], AllClaims]:
@@ -70,7 +71,7 @@ class CodePasses:
 
         pattern = Pattern({dtype: as_bits(self._codebook.table(dtype, one_pass)) for dtype in self._dtypes})
         what = f"code pass {number + 1} of {len(self.passes)}"
-        found, steady = self._worker.load(feeding(pattern), what, read)
+        found, steady = self._worker.load(feeding(pattern), what, read, watch)
         for key, diff in found.items():
             self._diffs.setdefault(key, []).append(diff)
         self.steady.update(steady)

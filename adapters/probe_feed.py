@@ -33,6 +33,8 @@ from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.space import CheckpointSpace, TensorSpec
 
 _ALIGN_BYTES = 64
+PERIOD_BYTES = _ALIGN_BYTES
+"""A buffer takes as many bytes for every number of a period, since tensors are aligned."""
 _PIECE_BYTES = 1 << 23
 _SPREAD_BYTES = 1 << 26
 _UNCODED = MappingProxyType(
@@ -170,6 +172,10 @@ class Feeder:
     def damaged(self) -> bool:
         """Whether somebody wrote into the buffers since ``prepare``."""
         return not self._private and any(bank.damaged() for bank in self._banks)
+
+    def may_hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be one that was handed out, or a view of it."""
+        return self._private or self.holds(tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a buffer."""

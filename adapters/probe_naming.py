@@ -1,12 +1,14 @@
-"""One load less: verification A names the ids of long pieces as well, in place of the last code pass.
+"""Two loads less, or one: verification A names the ids of long pieces as well, in place of the later code passes.
 
 A's numbers are random with a prime period, so a few dozen of them in a row stand in the table at one place only, and
 that place is the id modulo the period. The code passes made so far tell where pieces begin and end; around those places
-the ids are looked up, and become the second differences that one more pass would have left.
+the ids are looked up, and become the second differences that one more pass would have left. One code pass is enough
+where its modulus and a period that is no larger than practical name all ids; else only the last pass is left out.
 
 Nothing is believed for that. Every element of every named piece is compared with what its id predicts, in A and in B,
-and one disagreement anywhere sends the worker to the last code pass and another verification. Short pieces, constants,
-several readings and irregular content are not named here: one more pass with other numbers says more about them.
+and one disagreement anywhere sends the worker to the other code passes and another verification. Short pieces,
+constants, several readings and irregular content are not named here: more passes with other numbers say more about
+them.
 
 >>> table = np.random.default_rng(0).integers(0, 1 << 16, 1009).astype(np.uint16)
 >>> places = np.array([-1, -1])
@@ -24,27 +26,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adapters._naming_kernels import distinct, elements_behind, join_names, name_elements, outside_holds
+from adapters._naming_kernels import distinct, elements_behind, join_names, name_elements, outside_holds, places_around
 from adapters.probe_checking import check_steady, finish, verify_watched
 from adapters.probe_codes import AllClaims, CodePasses, feeding
-from adapters.probe_feed import Pattern
+from adapters.probe_feed import PERIOD_BYTES, Pattern
 from adapters.probe_live import BACKGROUND, LiveTensor
+from adapters.probe_moves import MoveWatch
 from adapters.probe_readings import Reading
 from adapters.probe_settle import distinct_ids
 from adapters.probe_verify import VERIFY_PERIOD, Claims, Prediction, Range, predict, steady_claims, verification_pair
 from adapters.probe_worker import ProbedWorker
 from adapters.torch_bits import Bits
 from layout_algebra.diff2 import Diff2
-from layout_algebra.dtypes import IdArray
+from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import LoaderRaisedError
 from layout_algebra.lifting import lift_slabs
 from layout_algebra.recover import ring_of
 from layout_algebra.residues import Pass
+from layout_algebra.space import CheckpointSpace
 from layout_algebra.sweeping import Entries, Sweep
 from layout_algebra.views import view_of
 
+MOST_PERIOD = 1 << 22
+"""Of verification's table: a longer one takes longer to make than a load that it saves."""
 WORTH_ELEMENTS = 1 << 24
 """Smaller checkpoints always get all code passes: a load of them costs nothing."""
+FEWEST_CODES = 1000
+"""Of one code pass that is to be enough: among fewer, too many second differences are 0 by chance."""
 FEWEST_IDS = 64
 """Fewer distinct ids to a piece, or elements to a constant, may agree by chance."""
 WINDOW = 24
@@ -85,22 +93,75 @@ class _Joined(NamedTuple):
     total_elements: int
 
 
-def verify_by_name(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, dict[str, IdArray]] | None:
-    """Both verification passes without the last code pass before them.
+class NamingPlan(NamedTuple):
+    """How ids are named before all code passes are made.
+
+    Attributes
+    ----------
+    passes
+        How many code passes come first.
+    period
+        Of verification's numbers.
+    """
+
+    passes: int
+    period: int
+
+
+def is_worth_naming(space: CheckpointSpace) -> bool:
+    """Whether loads of a checkpoint cost something."""
+    return space.total_elements >= WORTH_ELEMENTS
+
+
+def plan_naming(space: CheckpointSpace, passes: Sequence[Pass], limit_bytes: int) -> NamingPlan:
+    """One code pass if it and a longer period tell all ids apart, else all but the last.
+
+    Parameters
+    ----------
+    space
+        The checkpoint.
+    passes
+        All code passes.
+    limit_bytes
+        Bound on the buffer that feeds.
+    """
+    dtypes = {spec.dtype for spec in space.specs if spec.elements}
+    # Numbers of one byte stand in a long table too often for neighbours to be found quickly.
+    most = MOST_PERIOD if all(dtype_of(dtype).bits > 8 for dtype in dtypes) else VERIFY_PERIOD
+    most = min(most, limit_bytes // (len(dtypes) * PERIOD_BYTES or 1))
+    codes = passes[0].modulus
+    period = _next_prime(max(VERIFY_PERIOD, 2 * space.total_elements // codes + 1))
+    if codes >= FEWEST_CODES and period <= max(most, VERIFY_PERIOD):
+        return NamingPlan(1, period)
+    return NamingPlan(len(passes) - 1, VERIFY_PERIOD)
+
+
+def _next_prime(least: int) -> int:
+    while any(least % number == 0 for number in range(2, math.isqrt(least) + 1)):
+        least += 1
+    return least
+
+
+def verify_by_name(
+    worker: ProbedWorker, codes: CodePasses, plan: NamingPlan, watch: MoveWatch
+) -> tuple[AllClaims, dict[str, IdArray]] | None:
+    """Both verification passes without the later code passes before them.
 
     Returns
     -------
     tuple or None
         Claims that stood both passes, none refuted, and the elements of every tensor that were loaded twice. None, on
-        all ranks, where some rank's tensors need the last code pass or some claim did not stand.
+        all ranks, where some rank's tensors need all code passes or some claim did not stand.
     """
-    if worker.space.total_elements < WORTH_ELEMENTS or worker.vote(int(not _suits(worker, codes))):
+    if worker.vote(int(bool(watch.looked_by) or not _suits(worker, codes))):
         return None
-    worker.expect(-1)
+    left_out = len(codes.passes) - plan.passes
+    worker.expect(-left_out)
     wasted = 0
     try:
-        a, b = verification_pair([spec.dtype for spec in worker.space.specs if spec.elements], Range.SIGNED)
-        named = worker.load(feeding(a), "verification A", partial(_name_and_compare, worker, codes, a))
+        dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
+        a, b = verification_pair(dtypes, Range.SIGNED, plan.period)
+        named = worker.load(feeding(a), "verification A", partial(_name_and_compare, worker, codes, plan, a))
         wasted += 1
         claims = named or {}
         if not worker.vote(int(named is None or not _stands(claims))):
@@ -108,10 +169,10 @@ def verify_by_name(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, 
             wasted += 1
             if not worker.vote(int(not _stands(claims))):
                 return claims, lost
-        worker.tell("some content is computed or irregular; making the last code pass")
+        worker.tell("some content is computed or irregular; making all code passes")
     except LoaderRaisedError as error:
-        worker.note(f"{error}; making the last code pass first")
-    worker.expect(1 + wasted)
+        worker.note(f"{error}; making all code passes first")
+    worker.expect(left_out + wasted)
     return None
 
 
@@ -144,13 +205,13 @@ def _is_plain(one: LiveTensor, diffs: Sequence[Diff2]) -> bool:
     return bool(np.all(long | (runs[:, 2] == BACKGROUND.get(one.dtype, -1))))
 
 
-def _name_and_compare(worker: ProbedWorker, codes: CodePasses, pattern: Pattern) -> AllClaims | None:
+def _name_and_compare(worker: ProbedWorker, codes: CodePasses, plan: NamingPlan, pattern: Pattern) -> AllClaims | None:
     """After a load of A: claims of every tensor, compared with it; None if some tensor cannot be named."""
     claims = dict(codes.steady)
     pending: list[Callable[[], None]] = []
     try:
         # Naming is one of the executor's jobs: others compare meanwhile, and no thread more than there are cores runs.
-        if not worker.executor.submit(_name_all, worker, codes, pattern, claims, pending).result():
+        if not worker.executor.submit(_name_all, worker, codes, plan, pattern, claims, pending).result():
             return None
     finally:
         finish(pending)
@@ -159,11 +220,16 @@ def _name_and_compare(worker: ProbedWorker, codes: CodePasses, pattern: Pattern)
 
 
 def _name_all(
-    worker: ProbedWorker, codes: CodePasses, pattern: Pattern, claims: AllClaims, pending: list[Callable[[], None]]
+    worker: ProbedWorker,
+    codes: CodePasses,
+    plan: NamingPlan,
+    pattern: Pattern,
+    claims: AllClaims,
+    pending: list[Callable[[], None]],
 ) -> bool:
     """Name all tensors, the largest first, and begin to compare each; whether all have names."""
     known: dict[Reading, tuple[Prediction, _Joined]] = {}
-    ring = ring_of([*codes.passes[:-1], Pass(VERIFY_PERIOD, 1)])
+    ring = ring_of([*codes.passes[: plan.passes], Pass(plan.period, 1)])
     for one in sorted(worker.live, key=lambda one: -one.tensor.nbytes):
         live, kept = one.bits(), worker.keeper.kept(one.name)
         for reading in codes.readings(one):
@@ -224,6 +290,9 @@ def _joined_entries(
     lists = [diff.entries() for diff in diffs]
     place, value = np.concatenate([one[0] for one in lists]), np.concatenate([one[1] for one in lists])
     places = distinct(place)
+    if len(lists) == 1:
+        # A second difference that is 0 modulo one number may be none of 0: but not all of those around a corner.
+        places = places_around(places, width, len(live))
     elements, numbers = elements_behind(places, width, outside)
     find_places(live, width, elements, joined.lookups, numbers)
     if len(numbers) and int(numbers.min()) < 0:
@@ -234,6 +303,9 @@ def _joined_entries(
 
 
 def find_places(live: Bits, width: int, elements: IdArray, lookups: Sequence[Lookup], places: IdArray) -> None:
-    """Where in one of some tables elements stand, told by neighbours in the row, where that is negative so far."""
-    for lookup in lookups:
-        name_elements(live, width, elements, *lookup, WINDOW, places)
+    """Where in one of some tables elements stand, told by neighbours in the row, where that is negative so far.
+
+    Some stay negative if one is in none of them.
+    """
+    for number, lookup in enumerate(lookups):
+        name_elements(live, width, elements, *lookup, WINDOW, number == len(lookups) - 1, places)

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from adapters._probe_kernels import check_rows, check_steady, mark_rows, steady_runs
+from adapters._probe_kernels import check_rows, check_steady, mark_rows, random_floats, steady_runs
 from adapters.probe_feed import Pattern
 from adapters.probe_readings import Reading, shown
 from adapters.torch_bits import Bits, storage_type
@@ -49,7 +49,7 @@ class Range(Enum):
     NARROW = "range not verified"
 
 
-def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pattern]:
+def verification_pair(dtypes: Iterable[str], values: Range, period: int = VERIFY_PERIOD) -> tuple[Pattern, Pattern]:
     """The two patterns of random numbers for some checkpoint dtypes; the sign of B is opposite to that of A.
 
     Wide floats have all their mantissa bits, exponents -14..0 in A and 1..14 in B. Wide integers are below half their
@@ -61,15 +61,32 @@ def verification_pair(dtypes: Iterable[str], values: Range) -> tuple[Pattern, Pa
     for dtype in sorted(set(dtypes)):
         if holds_codes(dtype):
             random = np.random.Generator(np.random.SFC64([_SEED, *dtype.encode()]))
-            words = random.integers(0, 1 << 64, (5, VERIFY_PERIOD), dtype=np.uint64)
+            if dtype in _WIDE_FLOATS:
+                a[dtype], b[dtype] = _floats(dtype, values, period, random)
+                continue
+            words = random.integers(0, 1 << 64, (5, period), dtype=np.uint64)
             for out, letter in ((a, 0), (b, 1)):
                 sign = words[0] >> np.uint64(63) ^ np.uint64(letter)
                 out[dtype] = _numbers(dtype, values, letter, words[1 + letter], words[3 + letter], sign)
     return Pattern(a), Pattern(b, second=True)
 
 
+def _floats(dtype: str, values: Range, period: int, random: np.random.Generator) -> tuple[Bits, Bits]:
+    """Random bits of wide floats for both patterns."""
+    exponent_bits, mantissa_bits = _WIDE_FLOATS[dtype]
+    bias = (1 << (exponent_bits - 1)) - 1
+    kind = storage_type(dtype_of(dtype).item_bytes)
+    pair = np.empty(period, dtype=kind), np.empty(period, dtype=kind)
+    seeds = random.integers(0, 1 << 64, 3, dtype=np.uint64)
+    ranges = [(-7, 7), (-7, 7)] if values is Range.NARROW else [(-14, 0), (1, 14)]
+    for letter, (first, last) in enumerate(ranges):
+        sign = (1 + letter) * (values is Range.SIGNED)
+        random_floats(pair[letter], seeds[0], seeds[1 + letter], mantissa_bits, bias + first, last - first + 1, sign)
+    return pair
+
+
 def _numbers(dtype: str, values: Range, letter: int, some: Words, others: Words, sign: Words) -> Bits:
-    """Random bits of one dtype for pattern A (letter 0) or B (1)."""
+    """Random bits of bytes and integers for pattern A (letter 0) or B (1)."""
     kind = dtype_of(dtype)
     width = kind.bits
     signed = values is Range.SIGNED
@@ -82,13 +99,6 @@ def _numbers(dtype: str, values: Range, letter: int, some: Words, others: Words,
             first, last = (first, middle) if letter == 0 else (middle + 1, last)
         bits = np.uint64(first) + some % np.uint64(last - first + 1)
         bits |= sign << np.uint64(7) if signed else np.uint64(0)
-    elif dtype in _WIDE_FLOATS:
-        exponent_bits, mantissa_bits = _WIDE_FLOATS[dtype]
-        first, last = (-7, 7) if values is Range.NARROW else ((-14, 0), (1, 14))[letter]
-        bias = (1 << (exponent_bits - 1)) - 1
-        exponent = others % np.uint64(last - first + 1) + np.uint64(bias + first)
-        bits = some & np.uint64((1 << mantissa_bits) - 1) | exponent << np.uint64(mantissa_bits)
-        bits |= sign << np.uint64(width - 1) if signed else np.uint64(0)
     else:
         half, full = width // 2, width - (kind.kind == "int")
         if values is Range.NARROW:

@@ -19,6 +19,7 @@ import torch
 
 from adapters.probe_feed import Feeder
 from adapters.probe_live import Keeper, Parameters, check_same, find_live
+from adapters.probe_moves import MoveWatch
 from adapters.probe_writes import WriteWatch
 from layout_algebra.errors import LayoutError, LoaderRaisedError, ProbeError
 from layout_algebra.signal_safe import ThreadPool
@@ -138,7 +139,7 @@ class ProbedWorker:
         prepare: Callable[[Feeder], None],
         what: str,
         read: Callable[[], Result],
-        watch: WriteWatch | None = None,
+        watch: WriteWatch | MoveWatch | None = None,
     ) -> Result:
         """Run the loader on what ``prepare`` gets ready, watched if asked, then ``read`` what it left.
 
@@ -167,7 +168,7 @@ class ProbedWorker:
             raise ProbeError(f"{what}: could not read the live tensors: {_describe(error)}") from error
 
     def _attempt(
-        self, prepare: Callable[[Feeder], None], read: Callable[[], Result], watch: WriteWatch | None
+        self, prepare: Callable[[Feeder], None], read: Callable[[], Result], watch: WriteWatch | MoveWatch | None
     ) -> tuple[Status, Exception | None, tuple[Result] | None]:
         try:
             self.keeper.give_back_steering(self.live)
@@ -191,7 +192,7 @@ class ProbedWorker:
         except Exception as error:  # noqa: BLE001 every rank must hear of it
             return (Status.FAILED, error, None) if raised is None else (Status.RAISED, raised, None)
 
-    def _call(self, watch: WriteWatch | None) -> None:
+    def _call(self, watch: WriteWatch | MoveWatch | None) -> None:
         if watch is not None:
             watch.clear()
         with nullcontext() if watch is None else watch:

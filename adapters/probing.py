@@ -26,7 +26,8 @@ from adapters.probe_codes import AllClaims, CodePasses, threads
 from adapters.probe_depends import find_dependencies
 from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import Parameters, live_tensors
-from adapters.probe_naming import verify_by_name
+from adapters.probe_moves import MoveWatch
+from adapters.probe_naming import NamingPlan, is_worth_naming, plan_naming, verify_by_name
 from adapters.probe_settle import settle
 from adapters.probe_verify import VERIFY_PERIOD, Range
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
@@ -112,7 +113,8 @@ def probe(
     Notes
     -----
     Costs ``passes + 2`` loads, five for up to 3.5e9 elements, plus about as much again for copying and reading the
-    parameters; one load less for a large checkpoint of which the worker holds long pieces only (``probe_naming``).
+    parameters; one or two loads less for a large checkpoint of which the worker holds long pieces only, which it moves
+    without looking at them (``probe_naming``).
     Loads are repeated with private copies for a loader that writes into its input or keeps it, and with tamer numbers
     for one that refuses those of verification.
     """
@@ -128,7 +130,8 @@ def probe(
     codebook = choose_codebook(space)
     passes = plan_passes(codebook, space.total_elements)
     with ThreadPool(threads(), "probe") as executor:
-        feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD], executor)
+        naming = plan_naming(space, passes, memory_limit_bytes // 4)
+        feeder = Feeder(space, [*(one.modulus for one in passes), VERIFY_PERIOD, naming.period], executor)
         if feeder.bank_bytes > memory_limit_bytes:
             raise ProbeError(
                 f"feeding this checkpoint takes a buffer of {feeder.bank_bytes:,} bytes, about its largest tensor; "
@@ -137,7 +140,7 @@ def probe(
         worker = ProbedWorker(load_weights, parameters, space, agree, progress, executor, feeder, len(passes) + 2)
         with worker.kept():
             codes = CodePasses(worker, codebook, passes, memory_limit_bytes - feeder.bank_bytes)
-            claims, values, lost = _discover(worker, codes)
+            claims, values, lost = _discover(worker, codes, naming)
             found, depends = _settle_all(worker, claims, values, lost)
     settled = {name: replace(entry, depends_on=depends.get(name, ())) for name, entry in found.items()}
     return SourceMap(space, {name: settled[one.name] for one in worker.live for name in one.names})
@@ -159,15 +162,19 @@ def _with_trace(
     return probe_against_trace(probed, traced, note)
 
 
-def _discover(worker: ProbedWorker, codes: CodePasses) -> tuple[AllClaims, Range, dict[str, IdArray]]:
+def _discover(
+    worker: ProbedWorker, codes: CodePasses, naming: NamingPlan
+) -> tuple[AllClaims, Range, dict[str, IdArray]]:
     """Verified claims, the numbers that the loader stood in verification, and elements that were loaded twice."""
-    for number in range(len(codes.passes) - 1):
-        codes.load(number)
-    named = verify_by_name(worker, codes)
+    watch = MoveWatch(worker.feeder.may_hold) if is_worth_naming(worker.space) else None
+    for number in range(naming.passes):
+        codes.load(number, None if number else watch)
+    named = None if watch is None else verify_by_name(worker, codes, naming, watch)
     if named is not None:
         claims, lost = named
         return claims, Range.SIGNED, lost
-    codes.load(len(codes.passes) - 1)
+    for number in range(naming.passes, len(codes.passes)):
+        codes.load(number)
     claims = codes.claims()
     return claims, *verify(worker, claims)
 

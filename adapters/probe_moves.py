@@ -1,0 +1,88 @@
+"""Whether a loader only moves what it is given, as far as its torch calls tell.
+
+What a loader picks by looking at values, a whole tensor among two by their norms for instance, is the same in every
+load with one chance in two, whatever it is fed: only more loads tell. So loads are saved only where nothing looks: all
+torch functions of one load are noted by name, on this thread, and any beside those that move, cast, make and describe
+tensors counts as looking; reading a number does not if it is a whole one that was not fed, such as an expert's place in
+a table. It costs a microsecond a call.
+
+>>> import torch
+>>> held = torch.zeros(4)
+>>> with MoveWatch(lambda tensor: False) as watch:
+...     held[:2].copy_(torch.ones(4)[2:].flip(0)).view(2, 1).shape, watch.looked_by
+...     bool(held.sum() > 0), watch.looked_by
+(torch.Size([2, 1]), '')
+(True, 'sum')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["MoveWatch"]
+
+_MOVES = frozenset(
+    # attributes and items; views; copies; casts and places; new tensors; descriptions
+    """
+    __get__ __set__ __delete__ __getitem__ __setitem__ __len__ __iter__ __hash__ __reversed__
+    view view_as reshape reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand expand_as
+    broadcast_to t t_ transpose transpose_ adjoint permute movedim moveaxis swapaxes swapdims narrow select unbind
+    chunk split split_with_sizes tensor_split hsplit vsplit dsplit unfold as_strided diagonal
+    copy_ set_ fill_ zero_ clone contiguous detach detach_ cat concat concatenate stack hstack vstack dstack row_stack
+    column_stack block_diag flip fliplr flipud roll rot90 repeat tile repeat_interleave index_select index_copy
+    index_copy_ index_put index_put_ gather scatter scatter_ take take_along_dim pad constant_pad_nd
+    to type type_as float half bfloat16 double cpu cuda pin_memory share_memory_ requires_grad_ resize_
+    empty empty_like empty_strided zeros zeros_like ones ones_like full full_like arange tensor as_tensor from_numpy
+    frombuffer new_empty new_zeros new_ones new_full new_tensor
+    size stride dim ndimension numel nelement element_size storage_offset storage untyped_storage data_ptr get_device
+    is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_same_size
+    _set_grad_enabled is_grad_enabled is_inference_mode_enabled
+    """.split()  # noqa: SIM905
+)
+
+
+_READS = frozenset(["item", "tolist", "__bool__", "__int__", "__index__"])
+
+
+class MoveWatch(TorchFunctionMode):
+    """While entered, notes whether this thread's torch calls do more than move tensors.
+
+    Parameters
+    ----------
+    may_be_fed
+        Whether a tensor's memory may be that of a checkpoint tensor.
+
+    Attributes
+    ----------
+    looked_by
+        The first function that does, by name; empty if none did.
+    """
+
+    def __init__(self, may_be_fed: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self._may_be_fed = may_be_fed
+        self.looked_by = ""
+
+    def clear(self) -> None:
+        """Forget what was noted, before another load."""
+        self.looked_by = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func.__name__ not in _MOVES and not self.looked_by and self._looks(func.__name__, args):
+            self.looked_by = func.__name__
+        return func(*args, **(kwargs or {}))
+
+    def _looks(self, name: str, args: tuple[object, ...]) -> bool:
+        of = args[0] if args else None
+        if name not in _READS or not isinstance(of, torch.Tensor):
+            return True
+        return of.is_floating_point() or of.is_complex() or self._may_be_fed(of)
