@@ -45,10 +45,9 @@ def _bounds(ranked: Bits, value: int) -> tuple[int, int]:
 
 @kernel
 def name_elements(
-    live: Bits, width: int, elements: IdArray, table: Bits, order: IdArray, ranked: Bits, window: int,
-    all_or_none: bool, places: IdArray,
-) -> None:  # fmt: skip
-    """Find where in a table some elements come from, by their neighbours in the row.
+    live: Bits, width: int, elements: IdArray, tables: Bits, orders: IdArray, ranked: Bits, window: int, places: IdArray
+) -> bool:
+    """Find where in some tables some elements come from, by their neighbours in the row; whether all were found.
 
     Parameters
     ----------
@@ -56,20 +55,19 @@ def name_elements(
         Flat bits of a matrix with rows of ``width``.
     elements
         Flat indices, ascending.
-    table
-        One period of random numbers.
-    order, ranked
-        Its places sorted by number, and the numbers in that order.
+    tables
+        One period of random numbers each; shape ``(tables, period)``.
+    orders, ranked
+        Their places sorted by number, and the numbers in that order.
     window
         How many elements must fit: those from an element on to the right, or else to the left, which stand in the
         table at even steps.
-    all_or_none
-        Whether to give up at the first element that is not found.
     places
-        Result, one an element; those that are not negative are left as they are, those not found stay negative.
+        Result, one an element; those that are not negative are left as they are. From the first one on that is not
+        found, the others stay negative.
     """
-    period = len(table)
-    last_step, last_index, last_place = 1, 0, 0
+    period = tables.shape[1]
+    last_step, last_index, last_place, last_table = 1, 0, 0, 0
     steps = np.ones(_KEPT_STEPS, dtype=np.int64)  # most pieces of a worker go on in one of a few steps
     kept = 1
     for number in range(len(elements)):
@@ -77,46 +75,50 @@ def name_elements(
             continue
         index = elements[number]
         column = index % width
+        fits = (width - column >= window, column + 1 >= window)
         # Mostly an element goes on where the last one was found: no need to search then.
         place = (last_place + last_step * (index - last_index)) % period
-        for way in (1, -1):
-            step = last_step if way == 1 else period - last_step
-            if (width - column if way == 1 else column + 1) >= window and _goes_on(
-                live, index, way, table, place, step, 0, window
-            ):
+        for back in range(2):
+            way, step = (-1, period - last_step) if back else (1, last_step)
+            if fits[back] and _goes_on(live, index, way, tables[last_table], place, step, 0, window):
                 places[number] = place
                 break
         if places[number] >= 0:
             continue
-        first, stop = _bounds(ranked, live[index])
-        for attempt in range(2 * (min(kept, _KEPT_STEPS) + 1)):
-            way = 1 if attempt % 2 == 0 else -1
-            if places[number] >= 0 or (width - column if way == 1 else column + 1) < window:
+        for attempt in range(2 * len(tables) * min(kept, _KEPT_STEPS)):
+            back, which, known = attempt % 2, attempt // 2 % len(tables), steps[attempt // 2 // len(tables)]
+            if not fits[back]:
                 continue
-            if attempt // 2 < min(kept, _KEPT_STEPS):
-                known = steps[attempt // 2]
-                for k in range(first, stop):
-                    if _goes_on(live, index, way, table, order[k], known if way == 1 else period - known, 1, window):
-                        places[number] = order[k]
-                        last_step = known
-                        break
+            way, step = (-1, period - known) if back else (1, known)
+            first, stop = _bounds(ranked[which], live[index])
+            for k in range(first, stop):
+                if _goes_on(live, index, way, tables[which], orders[which, k], step, 1, window):
+                    places[number], last_step, last_table = orders[which, k], known, which
+                    break
+            if places[number] >= 0:
+                break
+        for attempt in range(2 * len(tables)):
+            back, which = attempt % 2, attempt // 2
+            if places[number] >= 0 or not fits[back]:
                 continue
-            second, end = _bounds(ranked, live[index + way])
+            way = -1 if back else 1
+            first, stop = _bounds(ranked[which], live[index])
+            second, end = _bounds(ranked[which], live[index + way])
             for k in range(first, stop):
                 for m in range(second, end):
-                    step = (order[m] - order[k]) % period
-                    if _goes_on(live, index, way, table, order[k], step, 2, window):
-                        places[number] = order[k]
-                        last_step = step if way == 1 else (period - step) % period
+                    step = (orders[which, m] - orders[which, k]) % period
+                    if _goes_on(live, index, way, tables[which], orders[which, k], step, 2, window):
+                        places[number], last_table = orders[which, k], which
+                        last_step = (period - step) % period if back else step
                         steps[kept % _KEPT_STEPS] = last_step
                         kept += 1
                         break
                 if places[number] >= 0:
                     break
-        if places[number] >= 0:
-            last_index, last_place = index, places[number]
-        elif all_or_none:
-            return
+        if places[number] < 0:
+            return False
+        last_index, last_place = index, places[number]
+    return True
 
 
 @kernel

@@ -12,9 +12,8 @@ them.
 
 >>> table = np.random.default_rng(0).integers(0, 1 << 16, 1009).astype(np.uint16)
 >>> places = np.array([-1, -1])
->>> find_places(table[100:140], 40, np.array([0, 39]), [Lookup.of(table)], places)
->>> places.tolist()
-[100, 139]
+>>> name_elements(table[100:140], 40, np.array([0, 39]), *Lookup.of(table[None]), WINDOW, places), places.tolist()
+(True, [100, 139])
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ _MOST_PLACES = 1 << 16
 
 
 class Lookup(NamedTuple):
-    """A table of random numbers, its places by number, and the numbers in that order."""
+    """Tables of random numbers, one a row, their places by number, and the numbers in that order."""
 
-    table: Bits
-    order: IdArray
+    tables: Bits
+    orders: IdArray
     ranked: Bits
 
     @staticmethod
-    def of(table: Bits) -> Lookup:
-        """Sort a table."""
-        order = np.argsort(table, kind="stable")
-        return Lookup(table, order, table[order])
+    def of(tables: Bits) -> Lookup:
+        """Sort each table."""
+        orders = np.argsort(tables, axis=1, kind="stable")
+        return Lookup(tables, orders, np.take_along_axis(tables, orders, axis=1))
 
 
 class _Joined(NamedTuple):
@@ -80,15 +79,15 @@ class _Joined(NamedTuple):
 
     Attributes
     ----------
-    lookups
-        A's numbers in the parameter's dtype, for every dtype that is fed.
+    lookup
+        A's numbers in the parameter's dtype, a table for every dtype that is fed.
     ring
         ``ring_of`` the code passes made so far and A.
     total_elements
         Of the checkpoint.
     """
 
-    lookups: list[Lookup]
+    lookup: Lookup
     ring: tuple[IdArray, IdArray]
     total_elements: int
 
@@ -235,8 +234,7 @@ def _name_all(
         for reading in codes.readings(one):
             if reading not in known:
                 prediction = predict(worker.space, (pattern,), one.dtype, reading)
-                lookups = [Lookup.of(table) for table in prediction.tables]
-                known[reading] = prediction, _Joined(lookups, ring, worker.space.total_elements)
+                known[reading] = prediction, _Joined(Lookup.of(prediction.tables), ring, worker.space.total_elements)
             prediction, joined = known[reading]
             found = _claims_of_names(one, live, kept, codes.diffs(one, reading), reading, joined)
             if found is None:
@@ -294,18 +292,8 @@ def _joined_entries(
         # A second difference that is 0 modulo one number may be none of 0: but not all of those around a corner.
         places = places_around(places, width, len(live))
     elements, numbers = elements_behind(places, width, outside)
-    find_places(live, width, elements, joined.lookups, numbers)
-    if len(numbers) and int(numbers.min()) < 0:
+    if not name_elements(live, width, elements, *joined.lookup, WINDOW, numbers):
         return None
     starts = np.cumsum([0, *(len(one[0]) for one in lists)])
     found, total, count = join_names(place, value, starts, places, width, elements, numbers, *joined.ring)
     return found[:count], total[:count]
-
-
-def find_places(live: Bits, width: int, elements: IdArray, lookups: Sequence[Lookup], places: IdArray) -> None:
-    """Where in one of some tables elements stand, told by neighbours in the row, where that is negative so far.
-
-    Some stay negative if one is in none of them.
-    """
-    for number, lookup in enumerate(lookups):
-        name_elements(live, width, elements, *lookup, WINDOW, number == len(lookups) - 1, places)

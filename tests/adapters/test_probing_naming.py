@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from adapters import probe_naming
-from adapters.probe_naming import FEWEST_IDS, WINDOW, Lookup, find_places, plan_naming
+from adapters._naming_kernels import name_elements
+from adapters.probe_naming import FEWEST_IDS, WINDOW, Lookup, plan_naming
 from adapters.probing import probe
 from adapters.torch_bits import as_bits
 from layout_algebra.residues import choose_codebook, plan_passes
@@ -432,9 +433,11 @@ def test_neighbours_name_elements_in_either_direction() -> None:
     expected = [77, 82, 277, -1, 77 + 5 * 63, 131_000, 131_000 - 900 * 16, 131_000 - 900 * 63]
     expected[3] = 77 + 5 * 41
     found, short, known = np.full(8, -1), np.full(2, -1), np.array([-1, 5])
-    find_places(row, 128, elements, [Lookup.of(table)], found)
+    other = as_bits(np.random.default_rng(2).integers(0, 256, len(table)).astype(np.uint8))
+    lookup = Lookup.of(np.stack([other, table]))
+    assert name_elements(row, 128, elements, *lookup, WINDOW, found)
     assert found.tolist() == [place % len(table) for place in expected]
-    find_places(row[: WINDOW - 1], WINDOW - 1, elements[:2], [Lookup.of(table)], short)
+    assert not name_elements(row[: WINDOW - 1], WINDOW - 1, elements[:2], *lookup, WINDOW, short)
     assert short.tolist() == [-1, -1]
-    find_places(row, 128, elements[:2], [Lookup.of(table)], known)
+    assert name_elements(row, 128, elements[:2], *lookup, WINDOW, known)
     assert known.tolist() == [77, 5]
