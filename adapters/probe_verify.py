@@ -39,6 +39,7 @@ _BYTES = {"F8_E4M3": (0x7E, 0x08, 0x77), "F8_E5M2": (0x7B, 0x20, 0x5B), "I8": (0
 _SEED = 0x7EA_5EED
 _PART_ELEMENTS = 1 << 24
 _FEW_RUNS = 1 << 16
+_EVEN_CODES = 32
 
 
 class Range(Enum):
@@ -240,6 +241,25 @@ class Claims:
         """Which copies have agreed so far."""
         out: npt.NDArray[np.bool_] = self._bad_copies == 0
         return out
+
+    def left_by_one_load(self, kept: Bits) -> int:
+        """How many constants are evenly spaced codes side by side, and not what was there before: what a load left.
+
+        Parameters
+        ----------
+        kept
+            Flat bits before the probe.
+        """
+        starts, codes = self.constants.target_starts, self.constants.source_starts
+        order = np.argsort(starts)
+        starts, codes = starts[order], codes[order]
+        steps = np.diff(codes)
+        even = (steps[1:] == steps[:-1]) & (steps[1:] != 0) & (starts[2:] - starts[:-2] == 2)
+        stands = (self.code_bits[0][codes] != kept[starts]) & (self._bad_constants[order] == 0)
+        even &= stands[1:-1]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], even, [False]])))
+        runs = edges[1::2] - edges[::2] + 2
+        return int(runs[runs >= _EVEN_CODES].sum())
 
     def opaque_elements(self) -> npt.NDArray[np.uint8] | None:
         """One bit an element that is neither copied nor constant, or None where there is none."""

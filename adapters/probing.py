@@ -209,6 +209,14 @@ def _standing(claims: AllClaims, names: Sequence[str]) -> int:
 
 def _settle(worker: ProbedWorker, claims: AllClaims, lost: Mapping[str, IdArray]) -> dict[str, ParameterMap]:
     found = {one.name: settle(claims[one.name], worker.space) for one in worker.live}
+    for one in worker.live:
+        kept = worker.keeper.kept(one.name)
+        if once := max((mine.left_by_one_load(kept) for mine in claims[one.name]), default=0):
+            raise ProbeError(
+                f"{one.name}: {once:,} elements hold what one load of the probe left there, and later loads did not "
+                "change it; expected load_weights to do the same every time. Reset what it remembers of earlier calls, "
+                "such as names that it has loaded"
+            )
     _check_wrote(found)
     names = {one.name: " and ".join(one.names) for one in worker.live}
     for name, elements in lost.items():

@@ -130,6 +130,41 @@ def test_a_loader_that_differs_from_call_to_call() -> None:
         probe(worker.load_weights, worker.live, space)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("BF16", torch.bfloat16), ("F32", torch.float32), ("F8_E4M3", torch.float8_e4m3fn)]
+)
+@pytest.mark.parametrize("elements", [64, 3000])
+def test_a_loader_that_loads_a_tensor_once_only(dtype: str, kind: torch.dtype, elements: int) -> None:
+    """What its first load left stays: it looked like a constant, which no update would have changed."""
+    space = space_of(x=(dtype, elements), y=("BF16", 3))
+    loaded: set[str] = set()
+
+    def body(live: Live, weights: Weights) -> None:
+        live["y"].copy_(weights["y"])
+        if "x" not in loaded:
+            loaded.add("x")
+            live["x"].copy_(weights["x"])
+
+    worker = Worker({"x": noisy(elements, kind), "y": noisy(3, torch.bfloat16)}, body)
+    with (
+        keeps_bits(worker.live),
+        pytest.raises(ProbeError, match=r"x: .* elements hold what one load of the probe left"),
+    ):
+        probe(worker.load_weights, worker.live, space)
+
+
+def test_a_table_that_every_load_writes_anew_is_no_rest_of_a_load() -> None:
+    space = space_of(x=("F32", 40))
+    table = torch.arange(128.0, 250.0)
+
+    def body(live: Live, weights: Weights) -> None:
+        live["x"].copy_(weights["x"])
+        live["table"].copy_(table)
+
+    found = Worker({"x": noisy(40), "table": table.clone()}, body).probe(space)
+    assert (found.ids("table") == 0).all()
+
+
 def test_fresh_garbage_in_padding_is_opaque_and_depends_on_nothing() -> None:
     space = space_of(x=("F32", 40, 8))
 
