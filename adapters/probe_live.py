@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from adapters._probe_kernels import keep_and_clear, stream_bits
+from adapters.tensor_memory import held_bytes, needed_bytes, read_only, regrow
 from adapters.torch_bits import Bits, bit_dtype, bits_view, dtype_name, storage_type
 from layout_algebra.errors import ParameterReplacedError, ProbeError
 from layout_algebra.signal_safe import ThreadPool
@@ -194,6 +194,12 @@ class Keeper:
 
         Interrupted half-way, it undoes what it did.
         """
+        number = read_only(one.tensor for one in self._live)
+        if number is not None:
+            raise ProbeError(
+                f"{self._live[number].name}: lies in memory that this process may only read, such as a mapped file; "
+                "copy it before the probe, or leave it out of `parameters` if nothing writes it"
+            )
         try:
             # A tensor that overlaps another must not be cleared before both are copied.
             shared = [piece for piece in self._pieces if piece.of.name in self._overlapping]
@@ -235,7 +241,7 @@ class Keeper:
             return
         first = {name: one for one in self._live for name in one.names}
         for one in self._live:
-            _regrow(one.tensor)
+            regrow(one.tensor)
         for _ in self._executor.map(_Piece.give_back, self._pieces):
             pass
         # Only now: what a loader exchanged, tied or turned lies where others' bits have just been put.
@@ -338,10 +344,10 @@ def _plain(name: str, tensor: object) -> torch.Tensor:
             f"{name}: a {tensor.layout} tensor on {tensor.device} has no plain memory; materialize it before the probe"
         )
     if tensor.numel():
-        size = _held_bytes(tensor)
-        if size < _needed_bytes(tensor):
+        size = held_bytes(tensor)
+        if size < needed_bytes(tensor):
             raise ProbeError(
-                f"{name}: its memory has {size:,} of the {_needed_bytes(tensor):,} bytes that {tensor.dtype} "
+                f"{name}: its memory has {size:,} of the {needed_bytes(tensor):,} bytes that {tensor.dtype} "
                 f"{tuple(tensor.shape)} takes; give back what was freed before the probe or the end of load_weights"
             )
     return tensor.detach()
@@ -428,25 +434,5 @@ def _without_broadcast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _regrow(tensor: torch.Tensor) -> None:
-    """Give a storage that the loader shrank its size again; its bits follow."""
-    if tensor.numel() and tensor.untyped_storage().nbytes() < _needed_bytes(tensor):
-        tensor.untyped_storage().resize_(_needed_bytes(tensor))
-
-
 def _view_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _held_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage; none of one that has no address, such as a fake or a wrapper."""
-    try:
-        return 0 if isinstance(tensor, FakeTensor) or not tensor.data_ptr() else tensor.untyped_storage().nbytes()
-    except RuntimeError:
-        return 0
-
-
-def _needed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a storage that ends with a tensor's last element."""
-    reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()

@@ -91,7 +91,7 @@ class ProbedWorker:
         """Keep all bits inside the block and give them back at its end, however it ends."""
         self.tell("keeping parameters")
         try:
-            self.keeper.keep_and_clear()
+            self.together(self.keeper.keep_and_clear, "keeping the live tensors")
             yield
         finally:
             try:

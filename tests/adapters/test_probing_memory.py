@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from adapters.probing import live_tensors, probe
 from layout_algebra.errors import LayoutError, LoaderRaisedError, ProbeError
 from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace
-from tests.fakes import space_of
+from tests.fakes import Worker, keeps_bits, noisy, space_of
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 Act = Callable[[torch.nn.Module], object]
@@ -184,3 +185,31 @@ def test_no_part_of_a_complex_number_looks_like_padding(part: Callable[[torch.Te
     found = probe(load_weights, live, space)
     assert np.all(found.ids("p") == -1)
     assert found.depends_on("p") == ("c",)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_memory_that_may_only_be_read_is_named(tmp_path: Path) -> None:
+    """A write there would end the process."""
+    np.arange(4096, dtype=np.float32).tofile(tmp_path / "table")
+    table = torch.from_numpy(np.memmap(tmp_path / "table", dtype=np.float32, mode="r"))
+    live = {"w": noisy(8), "table": table[1000:], "other": noisy(8)}
+    with (
+        keeps_bits({"w": live["w"]}),
+        pytest.raises(ProbeError, match="table: lies in memory that this process may only"),
+    ):
+        probe(lambda pairs: None, live, space_of(w=("F32", 8)))
+    live["table"] = torch.from_numpy(np.memmap(tmp_path / "table", dtype=np.float32, mode="c"))
+    worker = Worker(live, lambda live, weights: live["w"].copy_(weights["w"]))
+    assert (worker.probe(space_of(w=("F32", 8))).ids("w") > 0).all()
+
+
+def test_a_rank_that_cannot_be_kept_is_told_to_the_others() -> None:
+    votes: list[int] = []
+
+    def agree(mine: int) -> int:
+        votes.append(mine)
+        return 2 if len(votes) == 2 else mine
+
+    live = {"w": noisy(8)}
+    with keeps_bits(live), pytest.raises(ProbeError, match="keeping the live tensors failed on another rank"):
+        probe(lambda pairs: None, live, space_of(w=("F32", 8)), agree=agree)
