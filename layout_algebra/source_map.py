@@ -131,11 +131,19 @@ class SourceMap:
             If an id is outside ``-1..N``, an array is no integer array, or a parameter copies tensors of
             several dtypes and ``dtypes`` does not name one.
         """
+        if not isinstance(space, CheckpointSpace):
+            raise MapError(f"space is a {type(space).__name__}; expected a CheckpointSpace")
+        for argument, value in (("ids", ids), ("dtypes", {} if dtypes is None else dtypes)):
+            if not isinstance(value, Mapping):
+                raise MapError(f"{argument} is a {type(value).__name__}; expected a mapping of parameters' names")
         parameters = {}
         for name, given in ids.items():
             if not isinstance(name, str):
                 raise MapError(f"{name!r}: a parameter's name is {type(name).__name__}; expected a string")
-            array = np.asarray(given)
+            try:
+                array = np.asarray(given)
+            except ValueError as error:
+                raise MapError(f"{name}: ids are no array: {error}") from error
             if array.dtype.kind not in "iu" and array.size:
                 raise MapError(f"{name}: ids are {array.dtype}, expected integers")
             if array.size and (int(array.min()) < OPAQUE or int(array.max()) > space.total_elements):

@@ -114,6 +114,15 @@ def test_refusals_name_the_parameter() -> None:
     for bad in (np.array([N + 1]), np.array([-2]), np.array([1, 2**64 - 1], dtype=np.uint64)):
         with pytest.raises(MapError, match=r"p: ids run from"):
             SourceMap.from_ids(SPACE, {"p": bad})
+    with pytest.raises(MapError, match="p: ids are no array: .*inhomogeneous"):
+        SourceMap.from_ids(SPACE, {"p": [[1, 2], [3]]})  # type: ignore[dict-item]
+    for arguments, words in (
+        ((None, {}), "space is a NoneType"),
+        ((SPACE, None), "ids is a NoneType"),
+        ((SPACE, {"p": np.array([1])}, "F32"), "dtypes is a str"),
+    ):
+        with pytest.raises(MapError, match=words):
+            SourceMap.from_ids(*arguments)  # type: ignore[arg-type]
     with pytest.raises(MapError, match="p: ids are float64"):
         SourceMap.from_ids(SPACE, {"p": np.array([1.0])})  # type: ignore[dict-item]
     with pytest.raises(MapError, match="q: no such parameter"):
