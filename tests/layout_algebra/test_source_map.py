@@ -114,7 +114,7 @@ def test_refusals_name_the_parameter() -> None:
     for bad in (np.array([N + 1]), np.array([-2]), np.array([1, 2**64 - 1], dtype=np.uint64)):
         with pytest.raises(MapError, match=r"p: ids run from"):
             SourceMap.from_ids(SPACE, {"p": bad})
-    with pytest.raises(MapError, match="p: ids are no array: .*inhomogeneous"):
+    with pytest.raises(MapError, match=r"p: ids are no array: .*inhomogeneous"):
         SourceMap.from_ids(SPACE, {"p": [[1, 2], [3]]})  # type: ignore[dict-item]
     for arguments, words in (
         ((None, {}), "space is a NoneType"),
