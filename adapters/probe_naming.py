@@ -41,7 +41,7 @@ from layout_algebra.dtypes import IdArray, dtype_of
 from layout_algebra.errors import LoaderRaisedError
 from layout_algebra.lifting import lift_slabs
 from layout_algebra.recover import ring_of
-from layout_algebra.residues import Pass
+from layout_algebra.residues import Pass, coded_dtypes
 from layout_algebra.space import CheckpointSpace
 from layout_algebra.sweeping import Entries, Sweep
 from layout_algebra.views import view_of
@@ -124,14 +124,13 @@ def plan_naming(space: CheckpointSpace, passes: Sequence[Pass], limit_bytes: int
     limit_bytes
         Bound on the buffer that feeds.
     """
-    dtypes = {spec.dtype for spec in space.specs if spec.elements}
+    dtypes = coded_dtypes(space)
     # Numbers of one byte stand in a long table too often for neighbours to be found quickly.
     most = MOST_PERIOD if all(dtype_of(dtype).bits > 8 for dtype in dtypes) else VERIFY_PERIOD
-    most = min(most, limit_bytes // (len(dtypes) * PERIOD_BYTES or 1))
-    codes = passes[0].modulus
-    period = _next_prime(max(VERIFY_PERIOD, 2 * space.total_elements // codes + 1))
-    if codes >= FEWEST_CODES and period <= max(most, VERIFY_PERIOD):
-        return NamingPlan(1, period)
+    most = max(VERIFY_PERIOD, min(most, limit_bytes // (len(dtypes) * PERIOD_BYTES or 1)))
+    least = max(VERIFY_PERIOD, 2 * space.total_elements // passes[0].modulus + 1)
+    if passes[0].modulus >= FEWEST_CODES and least <= most:
+        return NamingPlan(1, _next_prime(least))
     return NamingPlan(len(passes) - 1, VERIFY_PERIOD)
 
 
