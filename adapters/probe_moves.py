@@ -31,7 +31,7 @@ _MOVES = frozenset(
     view view_as reshape reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand expand_as
     broadcast_to t t_ transpose transpose_ adjoint permute movedim moveaxis swapaxes swapdims narrow select unbind
     chunk split split_with_sizes tensor_split hsplit vsplit dsplit unfold as_strided diagonal
-    copy_ set_ fill_ zero_ clone contiguous detach detach_ cat concat concatenate stack hstack vstack dstack row_stack
+    copy_ _foreach_copy_ __deepcopy__ set_ fill_ zero_ clone contiguous detach detach_ cat concat concatenate stack hstack vstack dstack row_stack
     column_stack block_diag flip fliplr flipud roll rot90 repeat tile repeat_interleave index_select index_copy
     index_copy_ index_put index_put_ gather scatter scatter_ take take_along_dim pad constant_pad_nd
     to type type_as float half bfloat16 double cpu cuda pin_memory share_memory_ requires_grad_ resize_
@@ -77,8 +77,9 @@ class MoveWatch(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func.__name__ not in _MOVES and not self.looked_by and self._looks(func.__name__, args):
-            self.looked_by = func.__name__
+        name = getattr(func, "__name__", "an operation")
+        if name not in _MOVES and not self.looked_by and self._looks(name, args):
+            self.looked_by = name
         return func(*args, **(kwargs or {}))
 
     def _looks(self, name: str, args: tuple[object, ...]) -> bool:
