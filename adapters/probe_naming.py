@@ -151,7 +151,7 @@ def verify_by_name(
         Claims that stood both passes, none refuted, and the elements of every tensor that were loaded twice. None, on
         all ranks, where some rank's tensors need all code passes or some claim did not stand.
     """
-    if worker.vote(int(bool(watch.looked_by) or not _suits(worker, codes))):
+    if worker.vote(int(bool(watch.looked_by) or not _suits(worker, codes, watch))):
         return None
     left_out = len(codes.passes) - plan.passes
     worker.expect(-left_out)
@@ -179,13 +179,16 @@ def _stands(claims: AllClaims) -> bool:
     return all(one.opaque_elements() is None for several in claims.values() for one in several)
 
 
-def _suits(worker: ProbedWorker, codes: CodePasses) -> bool:
-    """Whether what the code passes left so far looks like long copies and background only."""
+def _suits(worker: ProbedWorker, codes: CodePasses, watch: MoveWatch) -> bool:
+    """Whether what the code passes left so far looks like long copies and background only, put there by seen calls."""
     for one in worker.live:
         readings = codes.readings(one)
         if not readings or not one.tensor.numel():
             continue
         if len(readings) > 1 or not one.in_place or not _is_plain(one, codes.diffs(one, readings[0])):
+            return False
+        written = any(len(chunk.values) for diff in codes.diffs(one, readings[0]) for chunk in diff.chunks)
+        if written and not watch.wrote(one.tensor):
             return False
     return True
 

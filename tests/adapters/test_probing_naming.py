@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable
@@ -235,6 +236,34 @@ LOOKING: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
 )
 
 
+def on_a_thread(live: Live, weights: Weights) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stack, live, weights).result()
+
+
+def written_by_numpy(live: Live, weights: Weights) -> None:
+    bits = np.frombuffer((ctypes.c_char * live["p"].nbytes).from_address(live["p"].data_ptr()), dtype=np.uint8)
+    for number, name in enumerate("ab"):
+        half = weights[name].nbytes
+        source = (ctypes.c_char * half).from_address(weights[name].data_ptr())
+        bits[number * half : (number + 1) * half] = np.frombuffer(source, dtype=np.uint8)
+
+
+def read_from_a_copy(live: Live, weights: Weights) -> None:
+    stack(live, weights)
+    int(weights["a"][0, 0].to(torch.int64))
+    weights["a"].view(torch.int16)[0, 0].clone().item()
+
+
+@pytest.mark.usefixtures("worth")
+@pytest.mark.parametrize("body", [on_a_thread, written_by_numpy, read_from_a_copy])
+def test_what_may_look_unseen_gets_every_pass(body: Body) -> None:
+    worker = Worker({"p": bf16(320, 128)}, body)
+    found = worker.probe(SPACE)
+    assert worker.loads == ALL_LOADS
+    assert np.array_equal(found.ids("p"), ids_by_running(worker, SPACE)["p"])
+
+
 @pytest.mark.usefixtures("worth")
 @pytest.mark.parametrize("number", range(len(LOOKING)))
 def test_a_loader_that_looks_at_values_gets_every_pass(number: int) -> None:
@@ -271,15 +300,15 @@ def test_a_loader_may_read_tables_of_its_own(fed: bool, loads: int) -> None:
 @pytest.mark.usefixtures("worth")
 @pytest.mark.parametrize(("beside", "wasted"), [(False, 1), (True, 2)])
 def test_a_loader_that_refuses_negative_numbers(beside: bool, wasted: int) -> None:
-    """On a thread of its own it is not seen to look, so that verification is made twice."""
+    """On another thread it is not seen to look, so that verification is made twice."""
+    pool = ThreadPoolExecutor(1)
 
     def look(tensor: torch.Tensor) -> bool:
         return bool((tensor < 0).any())
 
     def body(live: Live, weights: Weights) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            if pool.submit(look, weights["a"]).result() if beside else look(weights["a"]):
-                raise ValueError("negative")
+        if pool.submit(look, weights["a"]).result() if beside else look(weights["a"]):
+            raise ValueError("negative")
         stack(live, weights)
 
     worker = Worker({"p": bf16(320, 128)}, body)
