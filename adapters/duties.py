@@ -115,6 +115,7 @@ class Duties:
         self._copies: HostCopies | None = None
         self._copies_of: SourceMap | None = None
         self._staged_in: tuple[float, float] | None = None
+        self._staged: int | None = None
         self.stalled_since = 0.0
         self.version: int | None = None
         self.report: WorkerReport | None = None
@@ -148,8 +149,8 @@ class Duties:
             case Attach(endpoints):
                 self._bound().connect({name: Endpoint.from_bytes(data) for name, data in endpoints.items()})
                 return Done(time.perf_counter() - start)
-            case Stage():
-                self._stage()
+            case Stage(version):
+                self._stage(version)
                 return Done(time.perf_counter() - start)
             case Prepare():
                 return self._prepare(duty)
@@ -305,12 +306,12 @@ class Duties:
 
     # Update
 
-    def _stage(self) -> None:
+    def _stage(self, version: int) -> None:
         """Copy the weights into host memory; from here on the caller's tensors are not looked at."""
         copies = self._known_copies()
         copies.copy(live_memory(self._worker.parameters))
         self._copies_of = self._probed  # of a connect that failed, whose finds are not used
-        self._staged_in = (self.stalled_since, time.monotonic())
+        self._staged_in, self._staged = (self.stalled_since, time.monotonic()), version
 
     def _prepare(self, duty: Prepare) -> Prepared:
         worker = self._worker
@@ -320,6 +321,11 @@ class Duties:
                 self.check_storage()
             elif self._staged_in is None:
                 raise StaleError(f"{worker.name}: bound to another layout since its weights were staged; send again")
+            elif self._staged != duty.version:
+                raise StaleError(
+                    f"{worker.name}: version {self._staged} is in its host memory, and version {duty.version} was to "
+                    "be sent; send again"
+                )
             start = time.monotonic()
             return Prepared(self._digests(), False, time.monotonic() - start, start)
         if self.version is not None and duty.version <= self.version:

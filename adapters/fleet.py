@@ -273,6 +273,8 @@ class Fleet:
         for group, why in left_out.items():
             log_event("left_out", group, self.engines[group].version, level=logging.WARNING, why=why)
         self.route(groups)
+        # A connect that failed since may have spoken to others.
+        self._let_rest(self.bindings)
         return groups, left_out
 
     def route(self, groups: Sequence[str]) -> None:

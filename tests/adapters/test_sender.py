@@ -560,6 +560,55 @@ def test_replicas_that_differ_are_not_sent(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("staging", [(), ("trainer",), ("a", "trainer")], ids=["in place", "trainers", "both"])
+@pytest.mark.parametrize("beside", ["nothing", "send"])
+def test_a_connect_that_one_trainer_missed_leaves_the_earlier_one_in_force(
+    staging: tuple[str, ...], beside: str, tmp_path: Path
+) -> None:
+    """It had told the absent trainer to rest; the next update then sent what that one had staged long before."""
+    with Crew(
+        tmp_path, [trainer(r, 2) for r in range(2)], {"a": [rollout(0, 1)]}, staging=staging, deadline_s=4
+    ) as crew:
+        crew.connect()
+        crew.send(1)
+        outcome = crew.trainers(lambda sender, rank: sender.connect(["a"]) if rank == 0 else None)[0]
+        assert isinstance(outcome.error, DeadlineError)
+        assert "trainer/1 did not call connect" in str(outcome.error)
+        if beside == "send":
+            outcomes = crew.trainers(lambda sender, rank: sender.send_weights(2) if rank else sender.connect(["a"]))
+            assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
+        # A call that crosses the end of a connect that its rank took no part in would be ended by it.
+        heard = [sender._station.session for sender in crew.senders]
+        wait_for(lambda: heard[1].txn == heard[0].txn and heard[1].txn in heard[1]._ends)
+        for version in (3, 4):
+            crew.send(version)
+            one = crew.rollouts["a/0"]
+            assert same_bits(one.holding.tensors, one.holding.expected(version))
+
+
+@pytest.mark.parametrize("staging", [(), ("trainer",)], ids=["in place", "trainers"])
+def test_a_connect_that_fails_does_not_take_in_a_trainer_that_the_earlier_one_was_made_without(
+    staging: tuple[str, ...], tmp_path: Path
+) -> None:
+    with Crew(tmp_path, [trainer(0, 1), trainer(0, 1)], {"a": [rollout(0, 1)]}, staging=staging, deadline_s=4) as crew:
+        crew.connect()
+        crew.send(1)
+        assert crew.trainers(lambda sender, rank: sender.connect(["a"]) if rank == 0 else None)[0].error is None
+        one = crew.rollouts["a/0"]
+        plain, one.holding._load = one.holding._load, lambda live, pairs: 1 / 0  # type: ignore[assignment]
+        assert all(outcome.error is not None for outcome in crew.trainers(lambda sender, rank: sender.connect(["a"])))
+        one.holding._load = plain
+        for version in (2, 3):
+            for holding in crew.holdings:
+                holding.fill(version)
+            began = time.monotonic()
+            first, second = crew.trainers(lambda sender, rank, v=version: sender.send_weights(v).result())  # type: ignore[misc]
+            assert first.error is None
+            assert "took no part" in str(second.error)
+            assert time.monotonic() - began < 2
+            assert same_bits(one.holding.tensors, one.holding.expected(version))
+
+
 def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
     held = trainer(0, 1)
 
