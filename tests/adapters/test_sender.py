@@ -574,12 +574,17 @@ def test_a_connect_that_one_trainer_missed_leaves_the_earlier_one_in_force(
         outcome = crew.trainers(lambda sender, rank: sender.connect(["a"]) if rank == 0 else None)[0]
         assert isinstance(outcome.error, DeadlineError)
         assert "trainer/1 did not call connect" in str(outcome.error)
+        sessions = [sender._station.session for sender in crew.senders]
+
+        def heard() -> bool:
+            """A call that crosses the end of a connect that its rank took no part in would be ended by it."""
+            return sessions[1].txn == sessions[0].txn and sessions[1].txn in sessions[1]._ends
+
+        wait_for(heard)
         if beside == "send":
             outcomes = crew.trainers(lambda sender, rank: sender.send_weights(2) if rank else sender.connect(["a"]))
             assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
-        # A call that crosses the end of a connect that its rank took no part in would be ended by it.
-        heard = [sender._station.session for sender in crew.senders]
-        wait_for(lambda: heard[1].txn == heard[0].txn and heard[1].txn in heard[1]._ends)
+            wait_for(heard)
         for version in (3, 4):
             crew.send(version)
             one = crew.rollouts["a/0"]
