@@ -126,10 +126,11 @@ class Deployment:
             raise DeploymentError(f"rollout: {error}") from error
 
 
-def named(path: Path, changes: Mapping[str, int | float]) -> str:
+def named(path: Path, changes: Mapping[str, int | float] = MappingProxyType({})) -> str:
     """A file, and what was changed of it, as an error names it."""
     changed = ", ".join(f"{key} {value}" for key, value in changes.items())
-    return f"{path} with {changed}" if changed else str(path)
+    shown = str(path).encode(errors="backslashreplace").decode()
+    return f"{shown} with {changed}" if changed else shown
 
 
 def read_deployment(path: str | Path, changes: Mapping[str, int | float] = MappingProxyType({})) -> Deployment:
@@ -153,7 +154,7 @@ def read_deployment(path: str | Path, changes: Mapping[str, int | float] = Mappi
         table = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise DeploymentError(f"{place}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DeploymentError(f"{place}: no TOML: {error}") from error
     try:
         for key, value in changes.items():
@@ -294,4 +295,7 @@ def _whole(place: str, value: object) -> int:
 def _number(place: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise DeploymentError(f"{place}: {value!r}; expected a number above zero, in bytes per second")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise DeploymentError(f"{place}: too large a number; expected bytes per second") from None

@@ -123,7 +123,8 @@ def _over_links(need: dict[frozenset[int], int], links: Links) -> Iterator[Bound
         return
     every = frozenset().union(*need)
     for group, count in {every: sum(need.values()), **_within(need)}.items():
-        yield Bound(count / _speed(group, links), " and ".join(links.names[number] for number in sorted(group)))
+        # In an order that does not depend on that in which the topology lists its links.
+        yield Bound(count / _speed(group, links), " and ".join(sorted(links.names[number] for number in group)))
 
 
 def _inside(demands: Sequence[Demand], links: Links) -> Iterator[Bound]:

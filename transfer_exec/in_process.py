@@ -69,11 +69,14 @@ def run_in_process(
     Raises
     ------
     ProgramError
-        If a map or memory is missing or does not fit, or memory that is to be written holds different elements
-        by two names; nothing was written.
+        If ``version`` or ``depth`` is no number of its kind, a map or memory is missing or does not fit, or memory that
+        is to be written holds different elements by two names; nothing was written.
     TransportError
         If a write failed, or no worker can go on.
     """
+    for argument, value, least in (("version", version, 0), ("depth", depth, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ProgramError(f"{argument} is {value!r}; expected an integer of at least {least}")
     network = LoopbackNetwork() if network is None else network
     missing = [worker for worker in plan.workers if worker not in maps]
     if missing:

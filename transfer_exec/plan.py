@@ -218,6 +218,8 @@ class Plan:
     def _traffic(self, worker: str, stage: Stage | None) -> tuple[int, int]:
         if worker not in self.workers:
             raise PlanError(f"{worker} is not a worker of this plan; it has {', '.join(self.workers)}")
+        if stage is not None and not isinstance(stage, Stage):
+            raise PlanError(f"stage is {stage!r}; expected a Stage, or None for all")
         stages = Stage if stage is None else (stage,)
         return (
             sum(self._sent.get((worker, each), 0) for each in stages),

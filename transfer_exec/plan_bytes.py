@@ -31,6 +31,9 @@ MAX_NUMBERS = 1 << 28
 MAX_STRETCHES = 1 << 27
 """Most stretches of consecutive ids, over all runs, that ``decode_plan`` accepts."""
 
+_ANY_ROUNDS = 64
+"""A plan may have so many, however little it moves."""
+
 
 class _Plan(msgspec.Struct, array_like=True, frozen=True):
     space_digest: str
@@ -127,6 +130,9 @@ def _rebuild(packed: _Plan) -> Plan:
         rows.append(Route(table, item_bytes, workers[holder], tuple(steps[hop_at : hop_at + hop_count])))
         run_at += run_count
         hop_at += hop_count
+    elements = sum(row.runs.elements for row in rows)
+    if packed.rounds > max(_ANY_ROUNDS, elements):
+        raise PlanBytesError(f"{packed.rounds:,} rounds for {elements:,} elements to be moved")
     return Plan(
         space_digest=packed.space_digest,
         holders=packed.holders,

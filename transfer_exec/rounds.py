@@ -20,6 +20,8 @@ _CELLS = 1 << 22
 """Entry-round pairs looked at in one step."""
 _MOST_WORTH = 64
 """Rounds past which the pipeline's filling no longer matters."""
+MOST_SECONDS = 1e9
+"""Longest overhead of a round."""
 _PATIENCE = 64
 """Numbers of rounds tried one by one before the steps grow."""
 _MOST_BYTES = 1 << 62
@@ -32,7 +34,7 @@ def checked_budget(buffer_bytes: object, round_overhead_s: object = None, depth:
     Raises
     ------
     BudgetError
-        If the budget is no integer from 1 to 2**62, the overhead neither None nor finite seconds of at least 0, or the
+        If the budget is no integer from 1 to 2**62, the overhead neither None nor seconds from 0 to 1e9, or the
         depth no integer of at least 1.
     """
     budget = _whole("buffer_bytes", buffer_bytes, "bytes")
@@ -42,8 +44,10 @@ def checked_budget(buffer_bytes: object, round_overhead_s: object = None, depth:
     if round_overhead_s is None:
         return budget
     number = isinstance(round_overhead_s, (int, float)) and not isinstance(round_overhead_s, bool)
-    if not number or not 0 <= round_overhead_s < math.inf:  # type: ignore[operator]
-        raise BudgetError(f"round_overhead_s is {round_overhead_s!r}; expected seconds of at least 0")
+    if not number or not 0 <= round_overhead_s <= MOST_SECONDS:  # type: ignore[operator]
+        raise BudgetError(
+            f"round_overhead_s is {round_overhead_s!r}; expected seconds of at least 0, at most {MOST_SECONDS:g}"
+        )
     return budget
 
 

@@ -31,6 +31,7 @@ from transfer_exec._flow_kernels import Floats, run_rounds
 from transfer_exec.errors import PlanError
 from transfer_exec.links import Links
 from transfer_exec.plan import Plan
+from transfer_exec.rounds import MOST_SECONDS
 from transfer_exec.topology import Topology
 from transfer_exec.traffic import Flow, Traffic
 
@@ -119,6 +120,7 @@ def simulate(
     binding, binding_s = _binding(traffic.flows, crossed, links)
     busy = sorted({number[name] for flow in traffic.flows for name in (flow.source, flow.target)})
     template = _Template(traffic, crossed, links, busy)
+    depth = min(depth, traffic.rounds)
     simulated = min(traffic.rounds, 2 * max(_SETTLING_ROUNDS, depth + len(traffic.stages)) + 1)
     done = template.run(
         simulated,
@@ -129,8 +131,10 @@ def simulate(
         pack_bytes_per_s=pack_bytes_per_s,
         assemble_bytes_per_s=assemble_bytes_per_s,
     )
-    round_s = _pace(done, depth)
+    # In the rounds that were simulated the busiest link may not have been held up by all that it has to carry.
+    round_s = max(_pace(done, depth), binding_s / traffic.rounds)
     ends = done[-1] + (traffic.rounds - simulated) * round_s
+    ends += max(0.0, binding_s - float(ends.max()))
     stalls = dict.fromkeys(traffic.workers, 0.0)
     stalls |= {links.workers[worker]: float(end) for worker, end in zip(busy, ends, strict=True)}
     end_to_end_s = float(ends.max())
@@ -149,8 +153,8 @@ def simulate(
 
 def _check(round_overhead_s: float, message_overhead_s: float, depth: int, *rates: float) -> None:
     for name, value in (("round_overhead_s", round_overhead_s), ("message_overhead_s", message_overhead_s)):
-        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise PlanError(f"{name} is {value!r}; expected seconds of at least 0")
+        if not isinstance(value, (int, float)) or not 0 <= value <= MOST_SECONDS:
+            raise PlanError(f"{name} is {value!r}; expected seconds of at least 0, at most {MOST_SECONDS:g}")
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise PlanError(f"depth is {depth!r}; expected at least one round under way")
     for name, value in zip(("pack_bytes_per_s", "assemble_bytes_per_s"), rates, strict=True):

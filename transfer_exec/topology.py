@@ -27,6 +27,7 @@ from typing import TypeVar
 from transfer_exec.errors import TopologyError
 
 _NAMES_SHOWN = 8
+_MOST_WORKERS = 1 << 20
 _SLOWEST, _FASTEST = 1e-6, 1e18
 """Bytes per second; what is outside is a unit mistaken, and its quotients are no numbers."""
 _Part = TypeVar("_Part")
@@ -180,8 +181,9 @@ class Topology:
             ("engine_size", engine_size, 0),
             ("workers_per_node", workers_per_node, 1),
         ]:
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise TopologyError(f"{name} is {count!r}; expected an integer of at least {least}")
+            if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= _MOST_WORKERS:
+                most = f" and at most {_MOST_WORKERS:,}" if isinstance(count, int) and count > _MOST_WORKERS else ""
+                raise TopologyError(f"{name} is {count!r}; expected an integer of at least {least}{most}")
         sides = [
             [f"trainer/{rank}" for rank in range(trainers)],
             [f"engine/{engine}/{rank}" for engine in range(engines) for rank in range(engine_size)],

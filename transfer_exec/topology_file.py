@@ -40,7 +40,7 @@ def read_topology(path: Path) -> Topology:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TopologyError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise TopologyError(f"{path}: no TOML: {error}") from error
     try:
         return _topology(table)
@@ -143,7 +143,10 @@ def _whole(place: str, value: object) -> int:
 def _number(place: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise TopologyError(f"{place}: {value!r}; expected a number above zero, in bytes per second")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise TopologyError(f"{place}: too large a number; expected bytes per second") from None
 
 
 def _text(place: str, value: object) -> str:

@@ -33,6 +33,7 @@ from adapters.cli.inspect_report import (
     report_maps,
 )
 from adapters.cli.layout_rules import rules_of_options, rules_of_toml
+from adapters.deployments import named
 from adapters.failures import CheckpointError
 from layout_algebra.errors import LayoutError
 from layout_algebra.map_diff import Difference, differences
@@ -95,7 +96,7 @@ def run_diff(left: Path, right: Path, *, as_json: bool = False) -> bool:
     except LayoutError as error:
         raise InspectError(f"transload diff: {error}") from error
     if as_json:
-        said = {"left": str(left), "right": str(right), "same": not found, "differences": found}
+        said = {"left": named(left), "right": named(right), "same": not found, "differences": found}
         sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
     elif found:
         _console().print(_diff_table(left, right, found))
@@ -134,7 +135,7 @@ def _report(
     if not folders:
         if layout is not None or cuts:
             raise InspectError(f"transload inspect: {sources[0]} is no folder; a layout is declared of a checkpoint")
-        return _of_maps({str(path): read_map(path) for path in sources}, each=each, only=only, formulas=formulas)
+        return _of_maps({named(path): read_map(path) for path in sources}, each=each, only=only, formulas=formulas)
     space = Checkpoint.open(sources[0]).space
     report = InspectReport(report_checkpoint(space, each=each))
     if layout is None and not cuts:
@@ -175,14 +176,14 @@ def _tables(report: InspectReport) -> list[Table | str]:
 
 def _console() -> Console:
     """The terminal, or a page wide enough for names where there is none."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_PAGE_WIDTH)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, emoji=False, soft_wrap=True, width=_PAGE_WIDTH)
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(title=escape(title), box=box.SIMPLE, title_justify="left", show_header=bool(columns))
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(escape(column), justify="right" if column in right else "left", overflow="fold")
     return table
 
 
@@ -269,9 +270,8 @@ def _formula_text(report: InspectReport) -> str:
 
 
 def _diff_table(left: Path, right: Path, found: Sequence[Difference]) -> Table:
-    table = _table(
-        f"{len(found)} difference{'s' if len(found) > 1 else ''}", "parameter", "range", "what", str(left), str(right)
-    )
+    title = f"{len(found)} difference{'s' if len(found) > 1 else ''}"
+    table = _table(title, "parameter", "range", "what", named(left), named(right))
     for each in found:
         table.add_row(*(escape(text) for text in (each.parameter, each.where, each.kind, each.left, each.right)))
     return table

@@ -158,7 +158,7 @@ def rules_of_toml(path: Path) -> LayoutRules:
     """
     try:
         return _checked(msgspec.convert(tomllib.loads(path.read_text()), _File))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, LayoutRuleError) as error:
+    except (OSError, ValueError, RecursionError, LayoutRuleError) as error:
         raise LayoutRuleError(f"{path}: {error}") from error
 
 

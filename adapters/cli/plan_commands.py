@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from adapters.cli.plan_report import PlanReport, SimulationReport, report_plan, report_simulation
@@ -117,7 +118,7 @@ def _unit(text: str | None) -> Unit | None:
         return None
     if text == "tensor":
         return "tensor"
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise DeploymentError(f"--keep-together {text}: expected tensor, or a number of rows above zero")
     return int(text)
 
@@ -133,11 +134,11 @@ def _print(report: PlanReport | SimulationReport | SweepReport, *, as_json: bool
             made = _simulation_table(report)
         case _:
             made = sweep_table(report)
-    Console(highlight=False, width=max(110, Console().width)).print(made)
+    Console(highlight=False, emoji=False, width=max(110, Console().width)).print(made)
 
 
 def _plan_table(report: PlanReport) -> Table:
-    table = Table(title=report.name, box=box.SIMPLE, show_header=False, title_justify="left")
+    table = Table(title=escape(report.name), box=box.SIMPLE, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column()
     rows = {
@@ -159,13 +160,13 @@ def _plan_table(report: PlanReport) -> Table:
         "peak memory": f"{report.peak_rss_bytes / 2**30:.2f} GiB",
     }
     for name, text in rows.items():
-        table.add_row(name, text)
+        table.add_row(name, escape(text))
     return table
 
 
 def _simulation_table(report: SimulationReport) -> Table:
     table = Table(
-        title=f"{report.name}, simulated",
+        title=escape(f"{report.name}, simulated"),
         caption=f"Bound {report.bound_s * 1e3:,.2f} ms. Depth {report.depth}, "
         f"{report.round_overhead_s * 1e3:g} ms a round. Nothing here was measured.",
         box=box.SIMPLE,
@@ -184,6 +185,6 @@ def _simulation_table(report: SimulationReport) -> Table:
             f"{line.end_to_end_over_bound:.3f}",
             f"{line.stall_s * 1e3:,.1f}",
             f"{line.stall_over_bound:.3f}",
-            line.binding_link,
+            escape(line.binding_link),
         )
     return table

@@ -86,7 +86,7 @@ def load_source(
             raise DeploymentError("--maps needs --topology FILE, which says where the workers are")
         where = Topology.from_toml(topology)
         holders, needers = _read_maps(maps, where)
-        name, update = str(maps), UpdateSettings(BUFFER_BYTES)
+        name, update = named(maps), UpdateSettings(BUFFER_BYTES)
         model_bytes = next(iter({**holders, **needers}.values())).space.total_bytes
     read = time.perf_counter()
     found = correspond(holders, needers)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from adapters.cli.plan_report import SimulationReport, load_over_bound, network_copies, report_simulation
@@ -129,7 +130,7 @@ def run_sweep(
 def sweep_table(report: SweepReport) -> Table:
     """One row a point."""
     table = Table(
-        title=f"{report.name}, simulated",
+        title=escape(f"{report.name}, simulated"),
         caption="The last columns are how much longer the baselines take. Nothing here was measured.",
         box=box.SIMPLE,
         title_justify="left",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -358,6 +359,25 @@ def test_diff_says_what_each_says_and_exits_with_one(tmp_path: Path) -> None:
     result = run("diff", left, left)
     assert result.exit_code == 0
     assert "say the same" in result.stdout
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Not as markup, emoji, or an error of the encoding."""
+    here = space()
+    embed = whole(here, "model.embed_tokens.weight")
+    folder = tmp_path / "[" / "x]"
+    folder.mkdir(parents=True)
+    odd = save(folder / "a.map", declare(here, {"[bold]e": embed}))
+    ids = np.arange(*here.id_range("model.embed_tokens.weight")).reshape(embed.shape)
+    turned = save(tmp_path / "[bold].map", SourceMap.from_ids(here, {"[bold]e": ids[:, ::-1]}))
+    table = run("diff", odd, turned).stdout
+    assert "[/x]" in "".join(table.split())
+    assert "[bold].map" in table
+    assert ":-1" in table
+    raw = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.map"))
+    raw.write_bytes(odd.read_bytes())
+    assert json.loads(run("diff", "--json", odd, raw).stdout)["right"].endswith("\\udcff.map")
+    assert "\\udcff.map" in run("inspect", "--json", raw).stdout
 
 
 def test_bad_input_is_one_line_without_a_traceback(tmp_path: Path, checkpoint: Path, layout: Path) -> None:

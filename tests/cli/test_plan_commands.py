@@ -120,6 +120,17 @@ def test_tables() -> None:
     assert "Nothing here was measured" in table
 
 
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FIGURE.read_text().replace('name = "', 'name = "[/x] ', 1))
+    assert "[/x]" in run("plan", path)
+    assert "[/x]" in run("simulate", path)
+    for value, words in (("1" + "0" * 400, "too large a number"), ("[" * 3000, "no TOML")):
+        path.write_text(FIGURE.read_text().replace("50e9", value, 1))
+        assert words in " ".join(run("plan", path, code=2).split())
+    assert "--keep-together" in run("plan", FIGURE, "--keep-together", "\u00b2", code=2)
+
+
 def test_saved_maps_give_the_same_plan(tmp_path: Path) -> None:
     deployment = read_deployment(FIGURE)
     _, holders, needers = deployment.maps()

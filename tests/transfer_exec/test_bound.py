@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_algebra.blocks import declare, whole
 from layout_algebra.correspondence import Correspondence, correspond
+from layout_algebra.source_map import SourceMap
 from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec.bound import Bound, lower_bound
 from transfer_exec.demand import place_demand
 from transfer_exec.links import Links
+from transfer_exec.planner import make_plan
 from transfer_exec.topology import ClusterLink, Node, Topology
 
 GiB = 1 << 30
@@ -102,6 +105,21 @@ def test_a_thin_link_between_clusters() -> None:
     topology = Topology(nodes, (), [ClusterLink(("west", "east"), 0.1)])
     found = bound_of(demand_of({"a": (12, ["trainer/0"], ["engine/0/0", "engine/1/0"])}), topology)
     assert found == Bound(pytest.approx(120.0), "link from cluster east to west")  # type: ignore[arg-type]
+
+
+def test_links_that_bind_alike_are_named_in_one_order() -> None:
+    """The name is in the plan's digest, which ranks compare whose files list the links in another order."""
+    nodes = [
+        Node.of(cluster, [worker], nic_bytes_per_s=50e9, local_bytes_per_s=900e9, cluster=cluster)
+        for worker, cluster in (("trainer/0", "c0"), ("engine/0/0", "c1"), ("trainer/1", "c2"))
+    ]
+    links = [ClusterLink(pair, 1e9) for pair in (("c0", "c1"), ("c0", "c2"), ("c1", "c2"))]
+    space = CheckpointSpace([TensorSpec("w", (100,), "BF16")])
+    held = SourceMap.from_ids(space, {"p": np.arange(1, 101)})
+    demand = correspond({"trainer/0": held, "trainer/1": held}, {"engine/0/0": held})
+    plans = [make_plan(demand, Topology(nodes, [], listed), buffer_bytes=1000) for listed in (links, links[::-1])]
+    assert plans[0].bound_link == plans[1].bound_link
+    assert plans[0].digest() == plans[1].digest()
 
 
 def test_a_node_that_holds_its_bytes_needs_no_network() -> None:

@@ -365,6 +365,7 @@ HOP_ROWS = [[0, 0, 2], [1, 2, 5], [2, 2, 3], [2, 5, 4]]
         ({"hops": table([[0, 0, -2], *HOP_ROWS[1:]])}, "number is outside 0:6"),
         ({"hops": table([[0, 1, 2], *HOP_ROWS[1:]])}, "breaks a law.*t1 sends to a0"),
         ({"rounds": "three"}, "no plan: "),
+        ({"rounds": 1 << 62}, r"rounds for \d+ elements to be moved"),
         ({"nodes": (0,)}, "breaks a law"),
         ({"groups": table([[5, 0], [3, 0]])}, "breaks a law.*groups do not ascend"),
         ({"groups": table([[1, 1]])}, "breaks a law.*has a round outside 0:1"),

@@ -197,6 +197,14 @@ def test_missing_or_other_maps_are_refused_and_nothing_is_written() -> None:
     assert memory["engine/0/0"]["w"].tolist() == [9] * 6
 
 
+@pytest.mark.parametrize("bad", [{"version": 1.5}, {"version": True}, {"version": -1}, {"depth": 0}, {"depth": 1.5}])
+def test_arguments_that_are_no_numbers_are_refused_and_nothing_is_written(bad: dict[str, int]) -> None:
+    plan, maps, memory = a_case()
+    with pytest.raises(ProgramError, match=rf"{next(iter(bad))} is .*; expected an integer"):
+        run_in_process(plan, maps, memory, **bad)  # type: ignore[arg-type]
+    assert memory["engine/0/0"]["w"].tolist() == [9] * 6
+
+
 def test_lost_messages_are_a_named_deadlock() -> None:
     plan, maps, memory = a_case()
     network = LoopbackNetwork(LoopbackPolicy(lost_signals=frozenset(range(8, 99))))

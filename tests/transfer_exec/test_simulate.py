@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, topologies
 
+from layout_algebra.correspondence import correspond
+from layout_algebra.source_map import SourceMap
+from layout_algebra.space import CheckpointSpace, TensorSpec
 from transfer_exec import make_plan, simulate
 from transfer_exec.errors import BudgetError, PlanError
 from transfer_exec.topology import Nic, Node, Topology
@@ -180,3 +184,26 @@ def test_several_messages_over_links_without_a_limit() -> None:
     flows = [Flow(0, "t", "a", 8), Flow(0, "t", "b", 8), Flow(0, "u", "a", 8), Flow(0, "u", "b", 8)]
     line = simulate(traffic([*flows, Flow(1, "a", "b", 8)], rounds=3), Topology([node]), round_overhead_s=1.0)
     assert line.end_to_end_s == 3.0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 8, 10**9])
+def test_rounds_that_are_not_simulated_take_no_less_than_the_busiest_link_needs(depth: int) -> None:
+    """Its backlog had not built up in the first rounds, whose pace was taken for all 116."""
+    space = CheckpointSpace([TensorSpec("w", (2882,), "BF16")])
+
+    def part(stop: int, start: int = 1) -> SourceMap:
+        return SourceMap.from_ids(space, {"p": np.arange(start, stop + 1)})
+
+    topology = Topology(
+        [
+            Node.of("n0", ["trainer/0", "engine/0/0"], nic_bytes_per_s=(10e9, 200e6), local_bytes_per_s=10e9),
+            Node.of("n1", ["engine/1/0"], nic_bytes_per_s=(1e9, 10e9), local_bytes_per_s=5.1e9),
+            Node.of("n2", ["engine/2/0"], nic_bytes_per_s=(25e9, 6.9e9), local_bytes_per_s=25e9),
+        ]
+    )
+    needers = {"engine/0/0": part(2882, 38), "engine/1/0": part(1510), "engine/2/0": part(1872)}
+    plan = make_plan(correspond({"trainer/0": part(2882)}, needers), topology, buffer_bytes=50)
+    assert plan.rounds > 100
+    found = simulate(plan, topology, depth=depth)
+    assert found.ratio_to_bound >= 1
+    assert found.end_to_end_s >= found.binding_s
