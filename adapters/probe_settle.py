@@ -71,6 +71,19 @@ def settle(claims: Sequence[Claims], space: CheckpointSpace) -> ParameterMap:
     return ParameterMap(first.shape, dtype, canonical_table(CopyTable.concatenate(tables), first.shape), runs)
 
 
+def tensors_refuted(claims: Sequence[Claims], space: CheckpointSpace) -> set[str]:
+    """Checkpoint tensors that long pieces seemed to copy in the code passes, and did not in verification.
+
+    What picks one of several tensors may not change its mind any more when dependencies are looked for.
+    """
+    out: set[str] = set()
+    for one in claims:
+        refuted = CopyTable(one.copies.rows[~one.standing])
+        long = CopyTable(refuted.rows[distinct_ids(refuted) >= FEWEST_IDS])
+        out.update(space.specs[position].name for position in np.unique(_tensors_read(space, long)[1]).tolist())
+    return out
+
+
 def leave_to_loader(found: SourceMap) -> SourceMap:
     """A needer's map without copies that no transfer converts: those become opaque, for the worker's loader to do.
 

@@ -28,7 +28,7 @@ from adapters.probe_feed import Feeder, Pattern
 from adapters.probe_live import Parameters, live_tensors
 from adapters.probe_moves import MoveWatch
 from adapters.probe_naming import NamingPlan, is_worth_naming, plan_naming, verify_by_name
-from adapters.probe_settle import settle
+from adapters.probe_settle import settle, tensors_refuted
 from adapters.probe_verify import VERIFY_PERIOD, Range
 from adapters.probe_worker import LoadWeights, ProbedWorker, Progress
 from adapters.trace_compare import probe_against_trace
@@ -39,7 +39,7 @@ from layout_algebra.residues import choose_codebook, plan_passes
 from layout_algebra.runs import RunTable
 from layout_algebra.signal_safe import ThreadPool
 from layout_algebra.source_map import ParameterMap, SourceMap
-from layout_algebra.space import CheckpointSpace
+from layout_algebra.space import CheckpointSpace, natural_key
 
 __all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Extractor", "LoadWeights", "Progress", "live_tensors", "probe"]
 
@@ -199,6 +199,10 @@ def _settle_all(
         standing = _standing(claims, doubtful)
         depends = find_dependencies(worker, found, values, check)
         if not worker.vote(int(_standing(claims, doubtful) < standing)):
+            for name in found:
+                if found[name].opaque:
+                    named = {*depends.get(name, ()), *tensors_refuted(claims[name], worker.space)}
+                    depends[name] = tuple(sorted(named, key=natural_key))
             return found, depends
 
 

@@ -205,6 +205,19 @@ def test_reductions_of_any_dtype_and_size_name_what_they_reduce(dtype: str, elem
     assert {found.depends_on(name) for name in found.opaque} == {("t1",)}
 
 
+def test_a_choice_that_does_not_change_in_the_search_names_what_it_chose_before() -> None:
+    """What a scalar of few numbers steers, for instance, may go one way in the code passes and another ever after."""
+    space = space_of(a=("BF16", 50, 64), b=("BF16", 50, 64))
+
+    def body(live: Live, weights: Weights) -> None:
+        live["p"].copy_(weights["a" if worker.loads <= 3 else "b"])
+
+    worker = Worker({"p": noisy((50, 64), torch.bfloat16)}, body)
+    found = worker.probe(space)
+    assert (found.ids("p") == -1).all()
+    assert found.depends_on("p") == ("a", "b")
+
+
 def test_what_depends_on_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     space = space_of(x=("F32", 40, 8))
     calls = iter(range(1000))
