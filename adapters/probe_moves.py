@@ -83,7 +83,7 @@ class MoveWatch(TorchFunctionMode):
 
     def wrote(self, tensor: torch.Tensor) -> bool:
         """Whether some call that was seen wrote into a tensor's memory, or made it."""
-        return tensor.untyped_storage().data_ptr() in self._written
+        return _place(tensor) in self._written
 
     def __torch_function__(
         self,
@@ -106,7 +106,7 @@ class MoveWatch(TorchFunctionMode):
             return True
         if of.is_floating_point() or of.is_complex() or self._may_be_fed(of):
             return True
-        return of.untyped_storage().data_ptr() in self._made
+        return _place(of) in self._made
 
     def _note(self, name: str, first: object, result: object) -> None:
         """Note the memory that a call made or wrote."""
@@ -118,6 +118,13 @@ class MoveWatch(TorchFunctionMode):
 
 
 def _places(value: object) -> set[int]:
-    """Where the memory of one tensor or of several begins."""
+    """Where the memory of one tensor or of several begins; nothing for those that have none."""
     several = value if isinstance(value, (list, tuple)) else (value,)
-    return {one.untyped_storage().data_ptr() for one in several if isinstance(one, torch.Tensor)}
+    return {place for one in several if isinstance(one, torch.Tensor) and (place := _place(one)) is not None}
+
+
+def _place(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a sparse one, a wrapper
+        return None

@@ -255,8 +255,13 @@ def read_from_a_copy(live: Live, weights: Weights) -> None:
     weights["a"].view(torch.int16)[0, 0].clone().item()
 
 
+def beside_tensors_without_memory(live: Live, weights: Weights) -> None:
+    assert torch.zeros(2, 2).to_sparse().clone().shape == torch.empty(3, device="meta").new_empty(2, 2).shape
+    stack(live, weights)
+
+
 @pytest.mark.usefixtures("worth")
-@pytest.mark.parametrize("body", [on_a_thread, written_by_numpy, read_from_a_copy])
+@pytest.mark.parametrize("body", [on_a_thread, beside_tensors_without_memory, written_by_numpy, read_from_a_copy])
 def test_what_may_look_unseen_gets_every_pass(body: Body) -> None:
     worker = Worker({"p": bf16(320, 128)}, body)
     found = worker.probe(SPACE)
