@@ -44,6 +44,28 @@ def _bounds(ranked: Bits, value: int) -> tuple[int, int]:
 
 
 @kernel
+def _find(live: Bits, index: int, way: int, table: Bits, candidates: IdArray, step: int, window: int) -> int:
+    """Which place of a table an element goes on from in a step, or -1; its number stands at the candidates."""
+    for place in candidates:
+        if _goes_on(live, index, way, table, place, step, 1, window):
+            return int(place)
+    return -1
+
+
+@kernel
+def _find_step(
+    live: Bits, index: int, way: int, table: Bits, candidates: IdArray, others: IdArray, window: int
+) -> tuple[int, int]:
+    """As `_find`, in whatever step leads to a place where the next element's number stands; and that step."""
+    for place in candidates:
+        for other in others:
+            step = (other - place) % len(table)
+            if _goes_on(live, index, way, table, place, step, 2, window):
+                return int(place), int(step)
+    return -1, 0
+
+
+@kernel
 def name_elements(
     live: Bits, width: int, elements: IdArray, tables: Bits, orders: IdArray, ranked: Bits, window: int, places: IdArray
 ) -> bool:
@@ -85,36 +107,29 @@ def name_elements(
                 break
         if places[number] >= 0:
             continue
-        for attempt in range(2 * len(tables) * min(kept, _KEPT_STEPS)):
-            back, which, known = attempt % 2, attempt // 2 % len(tables), steps[attempt // 2 // len(tables)]
-            if not fits[back]:
-                continue
-            way, step = (-1, period - known) if back else (1, known)
+        for which in range(len(tables)):
+            table, order = tables[which], orders[which]
             first, stop = _bounds(ranked[which], live[index])
-            for k in range(first, stop):
-                if _goes_on(live, index, way, tables[which], orders[which, k], step, 1, window):
-                    places[number], last_step, last_table = orders[which, k], known, which
-                    break
-            if places[number] >= 0:
-                break
-        for attempt in range(2 * len(tables)):
-            back, which = attempt % 2, attempt // 2
-            if places[number] >= 0 or not fits[back]:
-                continue
-            way = -1 if back else 1
+            for attempt in range(2 * min(kept, _KEPT_STEPS)):
+                back, known = attempt % 2, steps[attempt // 2]
+                way, step = (-1, period - known) if back else (1, known)
+                if places[number] < 0 and fits[back]:
+                    places[number] = _find(live, index, way, table, order[first:stop], step, window)
+                    if places[number] >= 0:
+                        last_step, last_table = known, which
+        for which in range(len(tables)):
+            table, order = tables[which], orders[which]
             first, stop = _bounds(ranked[which], live[index])
-            second, end = _bounds(ranked[which], live[index + way])
-            for k in range(first, stop):
-                for m in range(second, end):
-                    step = (orders[which, m] - orders[which, k]) % period
-                    if _goes_on(live, index, way, tables[which], orders[which, k], step, 2, window):
-                        places[number], last_table = orders[which, k], which
-                        last_step = (period - step) % period if back else step
-                        steps[kept % _KEPT_STEPS] = last_step
-                        kept += 1
-                        break
+            for back in range(2):
+                if places[number] >= 0 or not fits[back]:
+                    continue
+                way = -1 if back else 1
+                second, end = _bounds(ranked[which], live[index + way])
+                places[number], step = _find_step(live, index, way, table, order[first:stop], order[second:end], window)
                 if places[number] >= 0:
-                    break
+                    last_step, last_table = (period - step) % period if back else step, which
+                    steps[kept % _KEPT_STEPS] = last_step
+                    kept += 1
         if places[number] < 0:
             return False
         last_index, last_place = index, places[number]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters.torch_bits import Bits
+from layout_algebra._digest_kernels import random_word
 from layout_algebra._jit import kernel
 from layout_algebra._prefetch import AHEAD_BYTES, PAGE_BYTES, prefetch
 from layout_algebra._scan_kernels import differ
@@ -47,15 +48,6 @@ def stream_bits(source: Bits, target: Bits) -> None:
 
 
 @kernel
-def _random_word(seed: np.uint64, number: int) -> np.uint64:
-    """One of 2**64 words of 64 random bits (splitmix64)."""
-    word = seed + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
-
-
-@kernel
 def random_floats(
     out: Bits, sign_seed: np.uint64, seed: np.uint64, mantissa_bits: int, first: int, count: int, sign: int
 ) -> None:
@@ -76,13 +68,13 @@ def random_floats(
     width = np.uint64(mantissa_bits)
     mask = (np.uint64(1) << width) - np.uint64(1)
     for number in range(len(out)):
-        word = _random_word(seed, number)
+        word = random_word(seed, number)
         # The exponent comes from the lowest 16 bits, the mantissa from others, or from another word.
         exponent = (word & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16)
-        mantissa = (word >> np.uint64(16) if mantissa_bits <= 48 else _random_word(~seed, number)) & mask
+        mantissa = (word >> np.uint64(16) if mantissa_bits <= 48 else random_word(~seed, number)) & mask
         bits = (exponent + np.uint64(first)) << width | mantissa
         if sign:
-            bits |= (_random_word(sign_seed, number) >> np.uint64(63) ^ np.uint64(sign - 1)) << top
+            bits |= (random_word(sign_seed, number) >> np.uint64(63) ^ np.uint64(sign - 1)) << top
         out[number] = bits
 
 

@@ -273,7 +273,7 @@ class Fleet:
         for group, why in left_out.items():
             log_event("left_out", group, self.engines[group].version, level=logging.WARNING, why=why)
         self.route(groups)
-        # A connect that failed since may have spoken to others.
+        # Trainers that stage are spoken to before anybody is bound; a connect that failed since may have told others.
         self._let_rest(self.bindings)
         return groups, left_out
 
@@ -309,8 +309,6 @@ class Fleet:
                     "done_without", worker, level=logging.WARNING, why="gone since connect; others hold everything"
                 )
         self.compile_again()
-        # From now on: trainers that stage are spoken to before anybody is bound.
-        self._let_rest(self.bindings)
         self._routed = set(groups)
         self.bound = False
 

@@ -156,7 +156,7 @@ class GroupLead:
                 elif self._can_begin():
                     for rank, duty in acting.items():
                         call = self._calls.get(rank, 0)
-                        self._to_rank(rank, Ask(txn, step, deadline_s + _PATIENCE_MARGIN_S, duty, of, call))
+                        self._to_rank(rank, Ask(txn, step, self._patience_s, duty, of, call))
             case Cancel() | Note():
                 for rank in self._ranks:
                     self._to_rank(rank, message)
@@ -218,6 +218,11 @@ class GroupLead:
 
     # One step
 
+    @property
+    def _patience_s(self) -> float:
+        """How long ranks wait for what comes next: the lead gives up before them."""
+        return self._deadline_s + _PATIENCE_MARGIN_S
+
     def _open(self, txn: int, step: int, duty: Duty | None, deadline_s: float, of: str) -> None:
         if txn != self._txn:
             self._agreements, self._values = 0, {}
@@ -241,12 +246,11 @@ class GroupLead:
 
     def _propose(self, proposal: Propose) -> None:
         for rank in self._ranks:
-            patience_s = self._deadline_s + _PATIENCE_MARGIN_S
-            self._to_rank(rank, ProposeStop(self._txn, proposal, patience_s, self._of))
+            self._to_rank(rank, ProposeStop(self._txn, proposal, self._patience_s, self._of))
 
     def _commit(self, commit: Commit) -> None:
         for rank in self._ranks:
-            self._to_rank(rank, Committed(self._txn, commit.ballot, self._deadline_s + _PATIENCE_MARGIN_S))
+            self._to_rank(rank, Committed(self._txn, commit.ballot, self._patience_s))
         self._results = dict.fromkeys(self._ranks)
         self._gather()
 

@@ -29,7 +29,7 @@ from adapters.probe_live import LiveTensor, Parameters, find_live, write_bits
 from adapters.probe_worker import run_loader
 from adapters.probing import LoadWeights
 from adapters.rebuilding import Rebuilding, plan_rebuilding
-from adapters.torch_bits import Bits, as_bits, bits_view
+from adapters.torch_bits import Bits, as_bits, bits_view, tensor_of_bits
 from layout_algebra._digest_kernels import digest_strips
 from layout_algebra.dtypes import IdArray
 from layout_algebra.residues import choose_codebook, coded_dtypes, plan_passes
@@ -41,9 +41,6 @@ __all__ = ["KEPT_BYTES", "OwnLoad"]
 
 KEPT_BYTES = 1 << 30
 """Copies of parameters beyond this are let go as soon as nothing feeds them any more."""
-
-_INFINITY = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
-"""Its bits; those of what is no number are larger, but for the sign."""
 
 Staged = Mapping[str, npt.NDArray[np.generic]]
 """Checkpoint tensors that arrived whole, by name: those that computed parameters depend on."""
@@ -225,8 +222,7 @@ class _Comparison:
             return
         wrong = np.flatnonzero(landed != made)
         for name in self._live[number].names:
-            covered = wrong[self._is_covered(name, wrong)] if name in self._map else wrong[:0]
-            covered = covered[~self._is_nan_of_another(name, covered, landed, made)]
+            covered = wrong[self._is_covered(name, wrong, landed, made)] if name in self._map else wrong[:0]
             if len(covered):
                 at = int(covered[0])
                 self._note(
@@ -236,24 +232,19 @@ class _Comparison:
                 )
         write_bits(self._live[number], landed)
 
-    def _is_covered(self, name: str, wrong: IdArray) -> npt.NDArray[np.bool_]:
-        entry = self._map[name]
+    def _is_covered(self, name: str, wrong: IdArray, landed: Bits, made: Bits) -> npt.NDArray[np.bool_]:
+        """Which of some elements that differ must not.
+
+        What is no number and was converted may: which bits are left of it is the processor's affair.
+        """
+        entry, space = self._map[name], self._map.space
         ids = self._map.ids(name).reshape(-1)[wrong]
         known = bool(entry.depends_on) and all(tensor in self._staged for tensor in entry.depends_on)
-        return np.asarray((ids > 0) | ((ids == OPAQUE) & known))
-
-    def _is_nan_of_another(self, name: str, at: IdArray, landed: Bits, made: Bits) -> npt.NDArray[np.bool_]:
-        """Which of some elements are no numbers that were converted: what is left of their bits is the processor's."""
-        if name not in self._map or self._map[name].dtype not in _INFINITY:
-            return np.zeros(len(at), dtype=np.bool_)
-        entry, space = self._map[name], self._map.space
-        of = np.maximum(self._map.ids(name).reshape(-1)[at], 1)
         number, of_tensor = space.dtype_numbers
-        source = of_tensor[np.searchsorted(space.starts, of, side="right") - 1]
-        # Twice the bits: without the sign.
-        infinity = np.array(_INFINITY[entry.dtype] * 2, dtype=landed.dtype)
-        nan = [bits[at] << bits.dtype.type(1) > infinity for bits in (landed, made)]
-        return np.asarray((source != number.get(entry.dtype, -1)) & nan[0] & nan[1])
+        source = of_tensor[np.searchsorted(space.starts, np.maximum(ids, 1), side="right") - 1]
+        nan = [tensor_of_bits(bits[wrong], entry.dtype, wrong.shape).isnan().numpy() for bits in (landed, made)]
+        converted = (ids > 0) & (source != number.get(entry.dtype, -1))
+        return np.asarray(((ids > 0) | ((ids == OPAQUE) & known)) & ~(converted & nan[0] & nan[1]))
 
     def _describe(self, name: str, at: int) -> str:
         entry = self._map[name]

@@ -21,6 +21,7 @@ from adapters.probe_worker import ProbedWorker
 from adapters.probe_writes import WriteWatch
 from layout_algebra.dtypes import IdArray
 from layout_algebra.errors import LoaderRaisedError
+from layout_algebra.residues import coded_dtypes
 from layout_algebra.runs import RunTable
 from layout_algebra.slice_copy import CopyTable
 from layout_algebra.space import CheckpointSpace
@@ -36,7 +37,7 @@ def verify(worker: ProbedWorker, claims: AllClaims) -> tuple[Range, dict[str, Id
     tuple
         The numbers that it stood, and the elements of every live tensor that it loaded twice.
     """
-    dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
+    dtypes = coded_dtypes(worker.space)
     for values in Range:
         try:
             a, b = verification_pair(dtypes, values)

@@ -65,7 +65,7 @@ def find_dependencies(
     names = [spec.name for spec in worker.space.specs if spec.elements]
     positions = np.array([worker.space.position(name) for name in names], dtype=np.int64)
     digits = max(1, (len(names) - 1).bit_length())
-    dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
+    dtypes = coded_dtypes(worker.space)
     search = _Search(worker, opaque, positions, digits, check)
     rounds = [(Range.SIGNED, False)] if values is Range.SIGNED else []
     rounds.append((Range.NARROW if values is Range.NARROW else Range.POSITIVE, True))

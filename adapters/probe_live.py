@@ -23,7 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from adapters._probe_kernels import keep_and_clear, stream_bits
-from adapters.tensor_memory import held_bytes, needed_bytes, read_only, regrow
+from adapters.tensor_memory import extent_bytes, held_bytes, needed_bytes, read_only, regrow
 from adapters.torch_bits import Bits, bit_dtype, bits_view, dtype_name, storage_type
 from layout_algebra.errors import ParameterReplacedError, ProbeError
 from layout_algebra.signal_safe import ThreadPool
@@ -370,9 +370,8 @@ def _steering(live: tuple[LiveTensor, ...]) -> tuple[frozenset[str], frozenset[s
     spans = []
     for one in live:
         if one.tensor.numel():
-            reach = sum((extent - 1) * step for extent, step in zip(one.shape, one.tensor.stride(), strict=True))
             start = one.tensor.data_ptr()
-            spans.append((str(one.tensor.device), start, start + (reach + 1) * one.tensor.element_size(), one))
+            spans.append((str(one.tensor.device), start, start + extent_bytes(one.tensor), one))
     spans.sort(key=lambda span: (span[0], span[1], span[2]))
     cluster: list[LiveTensor] = []
     device, reach_to = "", 0

@@ -157,8 +157,7 @@ def verify_by_name(
     worker.expect(-left_out)
     wasted = 0
     try:
-        dtypes = [spec.dtype for spec in worker.space.specs if spec.elements]
-        a, b = verification_pair(dtypes, Range.SIGNED, plan.period)
+        a, b = verification_pair(coded_dtypes(worker.space), Range.SIGNED, plan.period)
         named = worker.load(feeding(a), "verification A", partial(_name_and_compare, worker, codes, plan, a))
         wasted += 1
         claims = named or {}
@@ -185,9 +184,10 @@ def _suits(worker: ProbedWorker, codes: CodePasses, watch: MoveWatch) -> bool:
         readings = codes.readings(one)
         if not readings or not one.tensor.numel():
             continue
-        if len(readings) > 1 or not one.in_place or not _is_plain(one, codes.diffs(one, readings[0])):
+        diffs = codes.diffs(one, readings[0])
+        if len(readings) > 1 or not one.in_place or not _is_plain(one, diffs):
             return False
-        written = any(len(chunk.values) for diff in codes.diffs(one, readings[0]) for chunk in diff.chunks)
+        written = any(len(chunk.values) for diff in diffs for chunk in diff.chunks)
         if written and not watch.wrote(one.tensor):
             return False
     return True

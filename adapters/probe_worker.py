@@ -34,6 +34,10 @@ Result = TypeVar("Result")
 _log = logging.getLogger("adapters.probing")
 
 
+Watch: TypeAlias = WriteWatch | MoveWatch
+"""What notes how a loader goes about one load."""
+
+
 class Status(IntEnum):
     """How a step went on one rank; the worst over all ranks decides what every rank does next."""
 
@@ -139,7 +143,7 @@ class ProbedWorker:
         prepare: Callable[[Feeder], None],
         what: str,
         read: Callable[[], Result],
-        watch: WriteWatch | MoveWatch | None = None,
+        watch: Watch | None = None,
     ) -> Result:
         """Run the loader on what ``prepare`` gets ready, watched if asked, then ``read`` what it left.
 
@@ -168,7 +172,7 @@ class ProbedWorker:
             raise ProbeError(f"{what}: could not read the live tensors: {_describe(error)}") from error
 
     def _attempt(
-        self, prepare: Callable[[Feeder], None], read: Callable[[], Result], watch: WriteWatch | MoveWatch | None
+        self, prepare: Callable[[Feeder], None], read: Callable[[], Result], watch: Watch | None
     ) -> tuple[Status, Exception | None, tuple[Result] | None]:
         try:
             self.keeper.give_back_steering(self.live)
@@ -192,7 +196,7 @@ class ProbedWorker:
         except Exception as error:  # noqa: BLE001 every rank must hear of it
             return (Status.FAILED, error, None) if raised is None else (Status.RAISED, raised, None)
 
-    def _call(self, watch: WriteWatch | MoveWatch | None) -> None:
+    def _call(self, watch: Watch | None) -> None:
         if watch is not None:
             watch.clear()
         with nullcontext() if watch is None else watch:

@@ -347,11 +347,10 @@ class SenderAdapter:
                 self._version = self._pending.version
             self._end_beside()
             return ready()
-        except Exception:
-            raise
         except BaseException as error:
-            self._station.session.call(intent, b"", failure_of(error, self._station.worker))
-            self._station.session.abandon(error)
+            if not isinstance(error, Exception):
+                self._station.session.call(intent, b"", failure_of(error, self._station.worker))
+                self._station.session.abandon(error)
             raise
 
     def _ready(

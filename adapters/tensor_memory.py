@@ -11,15 +11,15 @@ before.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["held_bytes", "needed_bytes", "read_only", "regrow"]
+from transfer_exec.transport.shared_files import addresses, mappings
+
+__all__ = ["extent_bytes", "held_bytes", "needed_bytes", "read_only", "regrow"]
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
@@ -32,7 +32,7 @@ def held_bytes(tensor: torch.Tensor) -> int:
 
 def needed_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a storage that ends with a tensor's last element."""
-    return int(tensor.storage_offset()) * tensor.element_size() + _extent_bytes(tensor)
+    return int(tensor.storage_offset()) * tensor.element_size() + extent_bytes(tensor)
 
 
 def regrow(tensor: torch.Tensor) -> None:
@@ -46,24 +46,17 @@ def read_only(tensors: Iterable[torch.Tensor]) -> int | None:
 
     Takes about a microsecond a mapping and a tensor; where the system does not tell (Linux does), none does.
     """
-    starts: list[int] = []
-    stops: list[int] = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-            span, permissions = line.split(" ", 2)[:2]
-            if permissions[1] != "w":
-                start, stop = span.split("-")
-                starts.append(int(start, 16))
-                stops.append(int(stop, 16))
+    spans = [addresses(fields) for fields in mappings() if fields[1][1] != "w"]
+    starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
     for number, tensor in enumerate(tensors):
         if tensor.device.type == "cpu" and tensor.numel():
             first = tensor.data_ptr()
-            if bisect_right(stops, first) < bisect_left(starts, first + _extent_bytes(tensor)):
+            if bisect_right(stops, first) < bisect_left(starts, first + extent_bytes(tensor)):
                 return number
     return None
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
+def extent_bytes(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
     reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(reach + 1) * tensor.element_size()

@@ -237,12 +237,18 @@ def _compiled_dot_blocks(bits, start, weights, groups, step, factors):
 
 
 @inlined
-def _block_factor(block: int) -> np.uint64:
-    """One of `block_factors`."""
-    mix = np.uint64(block + 1) * np.uint64(0x9E3779B97F4A7C15)
+def random_word(seed: np.uint64, number: int) -> np.uint64:
+    """One of 2**64 words of 64 random bits (splitmix64)."""
+    mix = seed + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
     mix = (mix ^ (mix >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mix = (mix ^ (mix >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mix ^ (mix >> np.uint64(31))) | np.uint64(1)
+    return mix ^ (mix >> np.uint64(31))
+
+
+@inlined
+def _block_factor(block: int) -> np.uint64:
+    """One of `block_factors`."""
+    return random_word(np.uint64(0), block) | np.uint64(1)
 
 
 @inlined

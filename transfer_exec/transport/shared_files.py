@@ -80,10 +80,7 @@ class SharedRanges:
     def of_this_process() -> SharedRanges:
         """Read them; none where the system does not tell (Linux does). Takes about a microsecond a mapping."""
         found: list[_Range] = []
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = Path("/proc/self/maps").read_text(errors="replace").split("\n")
-        for each in filter(None, map(_parsed, lines)):
+        for each in filter(None, map(_parsed, mappings())):
             if found and _continues(found[-1], each):
                 found[-1] = found[-1]._replace(stop=each.stop)
             else:
@@ -114,6 +111,23 @@ class SharedRanges:
         numbers = sorted((int(each) for each in os.listdir("/proc/self/fd")), reverse=True)
         paths = [f"/proc/{os.getpid()}/fd/{number}" for number in numbers]
         return {found: path for path in paths if (found := _identity(path)) is not None}
+
+
+def mappings() -> list[list[str]]:
+    """What the system says of every stretch of addresses of this process, ascending; nothing where it does not tell.
+
+    Addresses, permissions such as ``rw-p``, offset, device, inode and, if there is one, path.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(errors="replace").split("\n")
+    return [fields for fields in (line.split(maxsplit=5) for line in lines) if len(fields) >= 5]
+
+
+def addresses(fields: list[str]) -> tuple[int, int]:
+    """Where one of the `mappings` begins and ends."""
+    start, stop = fields[0].split("-")
+    return int(start, 16), int(stop, 16)
 
 
 def make_shared(name: str, size_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
@@ -195,12 +209,11 @@ def _map_to_read(fd: int, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]
     return array
 
 
-def _parsed(line: str) -> _Range | None:
-    """A line of the system's list, if it is of a shared mapping of a file."""
-    fields = line.split(maxsplit=5)
-    if len(fields) < 5 or fields[1][3] != "s" or fields[4] == "0":
+def _parsed(fields: list[str]) -> _Range | None:
+    """An entry of the system's list, if it is of a shared mapping of a file."""
+    if fields[1][3] != "s" or fields[4] == "0":
         return None
-    start, stop = (int(each, 16) for each in fields[0].split("-"))
+    start, stop = addresses(fields)
     major, minor = (int(each, 16) for each in fields[3].split(":"))
     path = fields[5] if len(fields) == 6 else ""
     return _Range(start, stop, os.makedev(major, minor), int(fields[4]), int(fields[2], 16), path)
